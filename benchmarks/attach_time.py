@@ -19,8 +19,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from deep_ep.base.group import thread_groups  # noqa: E402
 from deep_ep.diagnose import attach  # noqa: E402
+from deep_ep.group import thread_groups  # noqa: E402
 from support import wheels  # noqa: E402
 
 _NEVER_S = 1e4

@@ -22,7 +22,7 @@ from rich.console import Console  # noqa: E402
 
 import deep_ep  # noqa: E402
 from deep_ep import moe  # noqa: E402
-from deep_ep.base.group import thread_groups  # noqa: E402
+from deep_ep.group import thread_groups  # noqa: E402
 
 NUM_TOKENS, HIDDEN, NUM_EXPERTS, NUM_TOPK = 8, 128, 4, 2
 WARM_UP_ROUNDS = 20

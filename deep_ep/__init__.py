@@ -38,7 +38,7 @@ if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
     from deep_ep.types.config import Config
     from deep_ep.types.event import EventHandle, EventOverlap
 
-    # Rooms build on groups, so these are in base; programs import them from `deep_ep.group`.
+    # Rooms build on groups, so these are in base; programs import them from `deep_ep.group` (group.pyi for checkers).
     sys.modules[f"{__name__}.group"] = group
 
     if env.export_v2():

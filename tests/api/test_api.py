@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import inspect
 import os
 import pickle
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deep_ep
 from deep_ep import Buffer, Config, EventHandle, EventOverlap
 from deep_ep.base import env, rules
-from deep_ep.base.group import Group, ThreadGroup, TorchGroup, as_group, thread_groups
 from deep_ep.base.topology import Topology, ranks_per_node
 from deep_ep.checks import calls
 from deep_ep.checks import low_latency as low_latency_checks
@@ -34,6 +32,7 @@ from deep_ep.errors import (
     EPUsageError,
     ranks_text,
 )
+from deep_ep.group import Group, ThreadGroup, TorchGroup, as_group, thread_groups
 from deep_ep.native import backend
 from deep_ep.observe import watchers
 from deep_ep.observe.counters import RecvCounters
@@ -353,13 +352,8 @@ def test_attributes_that_callers_read(buffer: Buffer) -> None:
     assert buffer.enable_shrink is False
     assert buffer.nvshmem_qp_depth == env.nvshmem_qp_depth()
     assert buffer.get_comm_stream() is buffer.get_comm_stream()
-    assert isinstance(buffer.group, ThreadGroup)
+    assert isinstance(buffer.group, deep_ep.group.ThreadGroup)
     assert Buffer.is_sm90_compiled() is True
-
-
-def test_groups_are_imported_from_the_package_or_as_a_module_of_it() -> None:
-    assert importlib.import_module("deep_ep.group") is deep_ep.group
-    assert deep_ep.group.ThreadGroup is ThreadGroup
 
 
 def test_local_buffer_views_count_elements(buffer: Buffer) -> None:

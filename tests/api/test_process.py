@@ -28,7 +28,7 @@ TWO_RANKS = """
 import gc, os, sys, threading, time
 import torch
 import deep_ep
-from deep_ep.base.group import thread_groups
+from deep_ep.group import thread_groups
 
 size = deep_ep.Buffer.get_low_latency_rdma_size_hint(4, 512, 2, 2)
 groups = thread_groups(2)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep.base.group import thread_groups
 from deep_ep.errors import EPArgumentError
+from deep_ep.group import thread_groups
 from deep_ep.utils import envs, math, testing
 from support.launch import DEVICE, Ranks, raise_failures, run_processes
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from deep_ep import Buffer, Config, RecvCounters, moe, sizes
-from deep_ep.base.group import thread_groups
 from deep_ep.errors import EPError
+from deep_ep.group import thread_groups
 from deep_ep.native import backend
 from support.normal_exchange import layout_of
 

@@ -18,11 +18,11 @@ import torch
 
 from deep_ep import EPArgumentError
 from deep_ep.base import env
-from deep_ep.base.group import ThreadGroup, thread_groups
 from deep_ep.diagnose import compat
 from deep_ep.diagnose.compat import Diagnose, diagnose_matrix
 from deep_ep.diagnose.live import wait_sampler
 from deep_ep.diagnose.live.wait_sampler import WaitSampler
+from deep_ep.group import ThreadGroup, thread_groups
 from support.launch import DEVICE, on_threads, raise_failures, run_processes
 from support.waiting import eventually
 
@@ -498,7 +498,7 @@ def test_a_program_that_never_stops_it_exits_all_the_same(settings: Path) -> Non
         """
         from concurrent.futures import ThreadPoolExecutor
         from deep_ep.diagnose.compat import Diagnose
-        from deep_ep.base.group import thread_groups
+        from deep_ep.group import thread_groups
         with ThreadPoolExecutor(2) as pool:
             made = list(pool.map(lambda g: Diagnose(group=g, enable_async=True), thread_groups(2)))
         print("end of the program")

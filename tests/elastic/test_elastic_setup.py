@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep.base.group import thread_groups
 from deep_ep.errors import EPArgumentError, EPUnsupportedError, EPUsageError
+from deep_ep.group import thread_groups
 from support.elastic_exchange import MAX_TOKENS, Setup, elastic_ranks
 from support.elastic_groups import (
     DIRECT,

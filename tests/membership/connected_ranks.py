@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deep_ep.base.group import ThreadGroup, thread_groups
 from deep_ep.base.ranks import Decision, Progress, RankPlace
+from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.membership import coordinator, liveness
 from support.launch import HANG_S, on_threads
 from support.waiting import eventually

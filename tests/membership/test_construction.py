@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep.base.group import ThreadGroup, thread_groups
 from deep_ep.errors import EPError, EPTimeoutError
+from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.membership import coordinator
 from deep_ep.membership.monitored_group import Arrival, MonitoredGroup
 from deep_ep.ops import construction

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep.base.group import thread_groups
+from deep_ep.group import thread_groups
 from deep_ep.native import backend
 from deep_ep.observe import parts
 from support.exchange import Mode, Shape, exchange_and_check, ranks_for

@@ -208,7 +208,7 @@ def test_rank_0_logs_them_when_the_buffer_ends(
 def test_a_program_that_never_destroys_its_buffer_logs_them_at_its_end() -> None:
     program = """
 import torch, deep_ep
-from deep_ep.base.group import thread_groups
+from deep_ep.group import thread_groups
 size = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 256, 1, 4)
 buffer = deep_ep.Buffer(thread_groups(1)[0], 0, size, low_latency_mode=True, num_qps_per_rank=4)
 x, idx = torch.zeros(8, 256, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.int64)

@@ -20,8 +20,8 @@ import deep_ep
 import support.exchange
 from deep_ep import diagnose
 from deep_ep.base import env
-from deep_ep.base.group import thread_groups
 from deep_ep.errors import EPArgumentError, EPError, EPUsageError
+from deep_ep.group import thread_groups
 from support.exchange import (
     Inputs,
     Mode,

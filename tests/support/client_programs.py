@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 import torch
 
-from deep_ep.base.group import thread_groups
 from deep_ep.errors import EPTimeoutError
+from deep_ep.group import thread_groups
 from support.launch import DEVICE, HANG_S
 from support.normal_exchange import nodes_of
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import deep_ep
-from deep_ep.base.group import ThreadGroup, thread_groups
+from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.native import backend
 from deep_ep.native.backend import CudaBackend
 from support import cuda_settings  # noqa: F401 - before CUDA starts

@@ -15,6 +15,7 @@ from .programs import (
     any_zero,
     at_least,
     close_block,
+    known_before,
     known_behind,
     known_between,
     plus,
@@ -268,22 +269,12 @@ def notes_of_a_leader(p: Program) -> None:
 
 @litmus("Where a sum's task stands is read by all lanes before it goes on.")
 def cursor_of_a_task(p: Program) -> None:
-    p.initial["cursor"] = 1
-    reading, going_on = p.thread("A"), p.thread("A")
-    reading.read("cursor", "cursor")
-    p.meet(reading, going_on, at="CombineTasks.tell.leader_sync")
-    going_on.write("cursor", 2)
-    p.forbid(lambda registers: registers["cursor"] == 2)
+    known_before(p, "A", "CombineTasks.tell.leader_sync", "cursor")
 
 
 @litmus("A task that moves up by a place is read before the one behind it takes its own.")
 def tasks_that_move_up(p: Program) -> None:
-    p.initial["place"] = 1
-    reading, writing = p.thread("A"), p.thread("A")
-    reading.read("place", "task")
-    p.meet(reading, writing, at="TaskSearch.tell.leader_sync#2")
-    writing.write("place", 2)
-    p.forbid(lambda registers: registers["task"] == 2)
+    known_before(p, "A", "TaskSearch.tell.leader_sync#2", "place")
 
 
 @litmus("A row that is copied on one rank is there when the kernel ends.")

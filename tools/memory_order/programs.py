@@ -118,6 +118,16 @@ def known_between(p: Program, rank: str, at: str, until: str, place: str) -> Non
     p.forbid(lambda registers: registers[place] != 1)
 
 
+def known_before(p: Program, rank: str, at: str, place: str) -> None:
+    """What a thread reads in front of a barrier, another writes behind it."""
+    p.initial[place] = 1
+    reading, writing = p.thread(rank), p.thread(rank)
+    reading.read(place, place)
+    p.meet(reading, writing, at=at)
+    writing.write(place, 2)
+    p.forbid(lambda registers: registers[place] != 1)
+
+
 def rows_and_their_count(p: Program, *put_at: str) -> None:
     """Two blocks put a row each, at these lines, and a third one announces them."""
     for block, at in zip("12", put_at):

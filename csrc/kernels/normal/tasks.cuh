@@ -154,7 +154,7 @@ struct TaskSearch {
     const Tasks& tasks;
     const TaskShared& shared;
     int num_left = 0;
-    int chosen = 0;
+    int chosen = 0;  // place of the step's task among those left
     int num_looks = 0;
 
     EP_DEVICE void begin(const Share& share) {

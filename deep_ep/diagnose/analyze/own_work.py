@@ -73,7 +73,7 @@ class Effect:
         above: share of the operations in which it lay above the reference.
         by_tokens: ns, standard error of what was taken out for tokens.
         spread: standard deviation by which healthy ranks differ for good.
-        expected: by how much they are expected to.
+        expected: by how much they are expected to, ns.
         apart: and by which any of them may lie from the reference, for intervals.
         excess: [n, num_ranks] ns above the healthy ones in each operation.
         nodes: of each rank; negative where nobody knows.

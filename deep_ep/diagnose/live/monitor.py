@@ -135,10 +135,7 @@ class Monitor:
             else:
                 self._follow()
         except Exception as error:  # noqa: BLE001 - whatever it is, operations go on
-            if self._left_behind:
-                say(f"rank {self._mailbox.rank} ended before its last window did", logging.INFO)
-            else:
-                self._stop(error)
+            self._stop(error)
         finally:
             self._mailbox.close()
             self._at_exit.cancel()
@@ -291,8 +288,8 @@ class Monitor:
     def _stop(self, error: Exception) -> None:
         """Says why; tells whoever would wait for this rank."""
         rank, level, why = self._mailbox.rank, logging.WARNING, reason(error)
-        if rank != 0 and is_lost(error):
-            # Its process is over, which happens a little earlier than that of the others.
+        # The program did not wait for its last window, or rank 0's process ended a little earlier than this one.
+        if self._left_behind or (rank != 0 and is_lost(error)):
             level = logging.INFO
         try:
             if rank != 0:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from deep_ep import EPArgumentError, diagnose
-from deep_ep.base.group import thread_groups
 from deep_ep.diagnose.collect.group_matrices import gather_group
 from deep_ep.diagnose.collect.rank_summary import summarize
+from deep_ep.group import thread_groups
 from deep_ep.testing.faults import SlowRank
 from generator import simulate
 from generator.machines import CLUSTER, CPU, NORMAL_OF_ONE_NODE

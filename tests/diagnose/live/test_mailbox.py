@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deep_ep.base.group import Group, MpiGroup, as_group, thread_groups
 from deep_ep.diagnose.live import mailbox as mailboxes
 from deep_ep.diagnose.live.mailbox import Mailbox, Rounds, open_mailbox
 from deep_ep.errors import EPTransportError, EPUsageError
+from deep_ep.group import Group, MpiGroup, as_group, thread_groups
 from support.launch import HANG_S, on_threads, raise_failures, run_processes
 
 LARGE = bytes(range(256)) * 800  # 200 KB

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deep_ep.base.group import ThreadGroup, thread_groups
 from deep_ep.diagnose.live.mailbox import Rounds, open_mailbox
 from deep_ep.diagnose.live.wait_sampler import UNKNOWN, Waited, WaitSampler, Window
+from deep_ep.group import ThreadGroup, thread_groups
 from support.launch import on_threads
 from support.waiting import eventually
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep.base.group import ThreadGroup, thread_groups
 from deep_ep.diagnose.core.causes import COMP_SLOW
 from deep_ep.diagnose.live.wait_sampler import UNKNOWN, Window
 from deep_ep.diagnose.other_kernels import attach as attaching
@@ -28,6 +27,7 @@ from deep_ep.diagnose.other_kernels.entries import EntryWaits
 from deep_ep.diagnose.other_kernels.wheels import WHEELS, wheel_of
 from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.errors import EPArgumentError, EPTypeError
+from deep_ep.group import ThreadGroup, thread_groups
 from support import wheels
 from support.launch import on_threads
 from support.waiting import eventually

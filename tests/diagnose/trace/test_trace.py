@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deep_ep
-from deep_ep.base.group import thread_groups
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.trace import merged, rank_trace, stream, summary
 from deep_ep.diagnose.trace.arrivals import arrivals
@@ -26,6 +25,7 @@ from deep_ep.diagnose.trace.kernels import COMBINE, DISPATCH
 from deep_ep.diagnose.trace.operations import operation_of, sent_of
 from deep_ep.diagnose.trace.rank_trace import RankTrace
 from deep_ep.errors import EPArgumentError
+from deep_ep.group import thread_groups
 
 T, H, N, K = 64, 256, 100, 4
 BF16, LONG = "c10::BFloat16", "long int"
