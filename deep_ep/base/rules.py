@@ -78,8 +78,8 @@ WORST_TOKENS_FIX = (
     "Pass the group size times the most tokens that a rank has; that is always enough"
 )
 
-# Of each tensor: the calls that take it | its name | its shapes and dtypes | what of `TensorRule` holds for it. Then what to
-# do. A call checks its tensors in this order. What is optional in `dispatch` is so beside a handle.
+# Of each tensor: the calls that take it | its name | its shapes and dtypes | what of `TensorRule` holds for it. Below, what
+# to do. A call checks its tensors in this order. What is optional in `dispatch` is so beside a handle.
 _TABLE = """
 low_latency_dispatch | x | [num_tokens, hidden] bfloat16 | in_vectors casts
 Give one row per token.
@@ -88,8 +88,6 @@ low_latency_dispatch | topk_idx | [num_tokens, num_topk] int64 | casts
 Give one row per token of x.
 
 low_latency_combine | handle[0] | [num_local_experts, num_recv_rows] int32 |
-Pass the handle of the dispatch whose rows are combined, on the same buffer.
-
 low_latency_combine | handle[1] | [num_local_experts, num_ranks] int64 |
 Pass the handle of the dispatch whose rows are combined, on the same buffer.
 
@@ -118,14 +116,8 @@ dispatch elastic_dispatch | x_scales | [num_tokens, num_scales] float32 or int32
 Pass one row of scales per token, as float32 or packed into int32.
 
 dispatch | num_tokens_per_rank | [num_ranks] int32 | is_optional
-Pass what get_dispatch_layout returned for these tokens.
-
 dispatch | num_tokens_per_rdma_rank | [num_nodes] int32 | is_optional
-Pass what get_dispatch_layout returned for these tokens.
-
 dispatch | is_token_in_rank | [num_tokens, num_ranks] bool | is_optional
-Pass what get_dispatch_layout returned for these tokens.
-
 dispatch | num_tokens_per_expert | [num_experts] int32 | is_optional
 Pass what get_dispatch_layout returned for these tokens.
 
@@ -139,8 +131,6 @@ low_latency_dispatch elastic_dispatch | cumulative_local_expert_recv_stats | [nu
 Allocate torch.zeros(num_experts // buffer.group_size, dtype=torch.int32).
 
 combine | x | [num_recv_rows, hidden] bfloat16 | in_vectors any_strides casts
-Give one row per row that the dispatch returned.
-
 elastic_combine | x | [num_rows, hidden] bfloat16 | in_vectors any_strides casts
 Give one row per row that the dispatch returned.
 
@@ -151,14 +141,10 @@ elastic_combine | topk_weights | [num_rows, num_topk] or [num_rows] float32 | is
 Give one value in the place of each weight that the dispatch returned.
 
 combine elastic_combine | bias[0] | [num_tokens, hidden] bfloat16 | is_optional in_vectors any_strides casts
-Give one row per dispatched token.
-
 combine elastic_combine | bias[1] | [num_tokens, hidden] bfloat16 | is_optional in_vectors any_strides casts
 Give one row per dispatched token.
 
 low_latency_dispatch dispatch elastic_dispatch | dispatch_wait_recv_cost_stats | [num_ranks] or [num_ranks, num_ranks] int64 | is_optional
-Allocate torch.zeros(buffer.group_size, dtype=torch.int64).
-
 low_latency_combine combine elastic_combine | combine_wait_recv_cost_stats | [num_ranks] or [num_ranks, num_ranks] int64 | is_optional
 Allocate torch.zeros(buffer.group_size, dtype=torch.int64).
 """
@@ -236,8 +222,8 @@ VALUES = {
     "topk": "at most {maximum} entries per token are allowed. Select fewer experts per token.",
     "num_experts": "it must be a multiple of the group size, {num_ranks}. "
     "Use {padded} experts, the last ones unused.",
-    "num_tokens": "at most num_max_dispatch_tokens_per_rank = {maximum} tokens are allowed. "
-    "Raise num_max_dispatch_tokens_per_rank on all ranks, or send the tokens in parts.",
+    "num_tokens": "at most {name} = {maximum} tokens are allowed. "
+    "Raise {name} on all ranks, or send the tokens in parts.",
     "expert_index": "entries must be -1 or in [0, {num_experts}). "
     "Check the router's output, or num_experts.",
     "expert_overflow": "one rank may send at most num_max_dispatch_tokens_per_rank = {maximum} rows to one "
@@ -252,10 +238,10 @@ VALUES = {
     "logfmt_and_zero_copy": "only one of use_logfmt and zero_copy is allowed. "
     "Pass use_logfmt=False: zero_copy sends the rows as they lie in the buffer.",
     "handle": f"it must be the 5-tuple that low_latency_dispatch returned. {_HANDLE_FIX}",
-    "handle_copy": "it must be the very tensor that low_latency_dispatch returned. "
-    "Keep the handle as it is; do not clone or move its tensors.",
+    "handle_copy": "it must be the very tensor that dispatch returned. "
+    "Keep the handle as it is; do not clone, move or convert its tensors.",
     "handle_not_received": "a handle can be used once the dispatch it is from has received its rows. "
-    "Call the hook of that dispatch first; if it raised an error, dispatch again.",
+    "Call the hook of that dispatch first, if it has one; if it raised an error, dispatch again.",
     "handle_values": f"dispatch left something else there. {_HANDLE_FIX}",
     "topk_of_dispatch": "it must be the topk_idx of the dispatch, where {expected} is, except that entries "
     "may have become -1. Pass the topk_idx that was dispatched with this handle.",
@@ -280,9 +266,7 @@ VALUES = {
     "uneven_nodes": "normal kernels need nodes of equal size. "
     "Use a multiple of {ranks_per_node} ranks, or set DEEP_EP_RANKS_PER_NODE on all ranks to a divisor of "
     "{num_ranks}.",
-    "config": "it must be a Config, or None for the recommended one. "
-    "Pass Buffer.get_dispatch_config(buffer.group_size), or a Config of your own.",
-    "config_needed": "this call needs one. "
+    "config": "it must be a Config. "
     "Pass Buffer.get_dispatch_config(buffer.group_size), or a Config of your own.",
     "config_sms": "two SMs make one channel, and normal kernels need from 1 to {maximum} of them. "
     "Pass an even num_sms from 2 to {most_sms}, as in Config(num_sms=20).",
@@ -296,8 +280,8 @@ VALUES = {
     "x_pair": "it must be a tensor, or a tuple of data and scales. Pass x, or (x, x_scales).",
     "scaled_item": "data that has scales must have elements of one byte. "
     "Quantise x, for example to torch.float8_e4m3fn, or pass it without scales.",
-    "layout_missing": "a dispatch that is given no handle needs it. "
-    "Pass what get_dispatch_layout returned, or the handle of an earlier dispatch.",
+    "no_handle": "a dispatch that is given no handle needs it. "
+    "Pass {what}, or the handle of an earlier dispatch.",
     "topk_pair": "only both or neither of the two may be given. Pass both.",
     "topk_with_handle": "a dispatch with a handle takes no top-k tensors. "
     "Pass None, or leave the handle out to route anew.",
@@ -308,10 +292,6 @@ VALUES = {
     "Pass them as one call of get_dispatch_layout returned them, with its topk_idx.",
     "normal_handle": "it must be the tuple of {length} tensors that dispatch returned. "
     f"{_NORMAL_HANDLE_FIX}",
-    "normal_handle_copy": "it must be the very tensor that dispatch returned. "
-    "Keep the handle as it is; do not clone, move or convert its tensors.",
-    "normal_handle_not_received": "a handle can be used if its dispatch succeeded. "
-    "Dispatch again: it raised an error.",
     "normal_handle_values": f"dispatch left something else there. {_NORMAL_HANDLE_FIX}",
     "normal_handle_tokens": "its dispatch had {num_tokens} tokens. "
     "Pass one row of x per token of that dispatch.",
@@ -324,18 +304,9 @@ VALUES = {
     "Pass at least as many, or leave num_bytes out.",
     "elastic_buffer_size": "rows of {row_bytes} bytes need {needed}. "
     "Build ElasticBuffer with the hidden and num_topk of these calls.",
-    "elastic_topk": "a dispatch that is given no handle needs topk_idx. "
-    "Pass the experts of each token, or the handle of an earlier dispatch.",
-    "elastic_experts": "a dispatch that is given no handle needs it. Pass the number of experts of all ranks.",
-    "elastic_tokens": "a rank may have at most num_max_tokens_per_rank = {maximum}. "
-    "Pass a larger num_max_tokens_per_rank on all ranks, to the call or to ElasticBuffer.",
     "elastic_event": "it requires allocate_on_comm_stream=True. Pass that too, or leave the event out.",
     "elastic_handle": "it must be an EPHandle. Pass what dispatch of this buffer returned as its fourth value.",
-    "elastic_handle_topk": "a dispatch with a handle goes where that one went. "
-    "Pass topk_idx=None, or leave the handle out to route anew.",
     "elastic_handle_sync": "with a handle the number of rows is known. Pass do_cpu_sync=None or False.",
-    "elastic_handle_layout": "the dispatch of the handle had do_expand={expected}. "
-    "Leave it out, or pass the handle of a dispatch of the other layout.",
     "elastic_handle_value": "the dispatch of the handle had {expected}. Leave it out, or pass that.",
     "elastic_padding": "only expanded rows have padding. Pass do_expand=True, or leave do_zero_padding out.",
     "order": "the handle's dispatch had {num_rows} such rows. Leave the handle as dispatch returned it.",

@@ -38,9 +38,10 @@ def listed(words: Sequence[str], joint: str) -> str:
 def rows_of(table: str) -> Iterator[list[str]]:
     """The cells of each row of a table that is written as text, so that sentences stand in it as they are said.
 
-    A row is two lines: cells with bars between them, and below them a sentence, which is its last cell. An empty line
-    is between rows.
+    A row is a line of cells with bars between them. Below one row or several stands a sentence, the last cell of each, and
+    below that an empty line.
     """
-    for row in table.strip().split("\n\n"):
-        head, sentence = row.split("\n")
-        yield [*(cell.strip() for cell in head.split("|")), sentence]
+    for block in table.strip().split("\n\n"):
+        *rows, sentence = block.split("\n")
+        for row in rows:
+            yield [*(cell.strip() for cell in row.split("|")), sentence]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, strided
 
 from deep_ep.base.rules import VECTOR_BYTES, TensorRule, fail
-from deep_ep.checks.calls import flag_names
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
 from deep_ep.native import backend
 from deep_ep.native.backend import Binding
@@ -21,7 +20,7 @@ from deep_ep.types.bounds import integer
 from deep_ep.types.config import Config
 
 if TYPE_CHECKING:
-    from deep_ep.checks.calls import BufferCall, OperationCall
+    from deep_ep.checks.calls import BufferCall
 
 MAX_BYTES = 1 << 46  # no process has addresses for more
 
@@ -145,9 +144,8 @@ def flags(where: str, **given: Any) -> tuple[bool, ...]:
 
 def flags_of(call: BufferCall) -> None:
     """Makes those of a call bools."""
-    kind: Any = type(call)
     given = vars(call)
-    for name in flag_names(kind):
+    for name in call.flags:
         value = given[name]
         if value is not True and value is not False:
             given[name] = _flag(call.name, name, value)
@@ -197,26 +195,36 @@ def kernel_limit(call: str, name: str, value: int, most: int) -> None:
         fail(call, f"{name} is {value}", "kernel_limit", maximum=most)
 
 
-def multiple_of_ranks(call: str, got: str, num_experts: int, num_ranks: int) -> None:
-    """Experts, of which all ranks have as many, and some."""
-    padded = max(1, -(-num_experts // num_ranks)) * num_ranks
-    if num_experts == 0 or num_experts % num_ranks:
+def num_experts(call: str, got: str, number: int, num_ranks: int, binding: Binding) -> None:
+    """Experts, of which all ranks have as many, and some; not more than kernels know."""
+    padded = max(1, -(-number // num_ranks)) * num_ranks
+    if number == 0 or number % num_ranks:
         fail(call, got, "num_experts", num_ranks=num_ranks, padded=padded)
+    kernel_limit(call, "num_experts", number, binding.MAX_EXPERTS)
 
 
-def recv_counters(call: OperationCall, limits: Limits) -> None:
+def expert_indices(call: str, topk_idx: Tensor, number: int) -> None:
+    """Entries name one of so many experts, or none. On a GPU a look would stall the stream; there kernels report them."""
+    if not topk_idx.is_cpu or topk_idx.numel() == 0:
+        return
+    low, high = map(int, torch.aminmax(topk_idx))
+    if low < -1 or high >= number:
+        wrong = high if high >= number else low
+        place = (topk_idx == wrong).nonzero()[0].tolist()
+        fail(call, f"topk_idx{place} is {wrong}", "expert_index", num_experts=number)
+
+
+def recv_counters(call: BufferCall, limits: Limits) -> None:
     """The counters of a call, if it is given any."""
-    counters = call.recv_counters
-    if counters is None:
+    given = call.recv_counters
+    wanted: dict[str, Any] = {"num_ranks": limits.num_ranks, "device": limits.device}
+    if given is None:
         return
-    num_ranks, device = limits.num_ranks, limits.device
-    got, error = repr(counters), EPArgumentError
-    if not isinstance(counters, RecvCounters):
-        got, error = f"a {type(counters).__name__}", EPTypeError
-    elif counters.num_ranks == num_ranks and counters.device == device:
-        return
-    got = f"recv_counters is {got}"
-    fail(call.name, got, "recv_counters", error, num_ranks=num_ranks, device=device)
+    if not isinstance(given, RecvCounters):
+        got = f"recv_counters is a {type(given).__name__}"
+        fail(call.name, got, "recv_counters", EPTypeError, **wanted)
+    if (given.num_ranks, given.device) != (limits.num_ranks, limits.device):
+        fail(call.name, f"recv_counters is {given!r}", "recv_counters", **wanted)
 
 
 def bias_pair(bias: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -233,7 +241,7 @@ def bias_pair(bias: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 def given_config(call: str, config: Config | None) -> None:
     """The configuration of a call that takes no recommended one."""
     if config is None:
-        fail(call, "config is None", "config_needed", EPUsageError)
+        fail(call, "config is None", "config", EPUsageError)
 
 
 def even_num_sms(value: Any) -> int:

@@ -6,9 +6,7 @@ in place of what was given: bools for flags, the two tensors of a pair.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deep_ep.base.rules import (
@@ -22,28 +20,25 @@ from deep_ep.base.rules import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Self
 
     from deep_ep.base.rules import TensorRule
-    from deep_ep.observe.counters import RecvCounters
-    from deep_ep.types.config import Config
-    from deep_ep.types.event import EventOverlap
-
-    Tensor = torch.Tensor
 
 
-@dataclass(init=False, eq=False)
-class BufferCall:
+class BufferCall(SimpleNamespace):
     """Any of them.
 
     Attributes:
         name: of the method.
         rules: of its tensors, in the order in which they are checked.
+        flags: the arguments that are true or false.
+        numbers: of low latency, those that are integers; within a handle as well.
     """
 
     name: ClassVar[str]
     rules: ClassVar[list[TensorRule]]
+    flags: ClassVar[tuple[str, ...]] = ()
+    numbers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """From `locals()` of the method, which has no other variables yet. The buffer itself is not kept."""
@@ -52,174 +47,83 @@ class BufferCall:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """One of our own; what is not given is `None`, and flags are False."""
-        kind: Any = cls
-        return cls({**_nothing_given(kind), **given})
+        """One of our own; flags, tensors and what is optional in every call need not be given."""
+        tensors = (rule.argument for rule in cls.rules)
+        nothing = dict.fromkeys((*tensors, "handle", "previous_event", "recv_counters"))
+        return cls({**nothing, **dict.fromkeys(cls.flags, False), **given})
 
 
-@functools.cache
-def flag_names(kind: type[BufferCall]) -> tuple[str, ...]:
-    """The arguments that are true or false."""
-    return tuple(field.name for field in dataclasses.fields(kind) if field.type == "bool")
-
-
-@functools.cache
-def _nothing_given(kind: type[BufferCall]) -> dict[str, Any]:
-    fields = dataclasses.fields(kind)
-    return {field.name: False if field.type == "bool" else None for field in fields}
-
-
-@dataclass(init=False, eq=False)
-class OperationCall(BufferCall):
-    """A dispatch or a combine."""
-
-    recv_counters: RecvCounters | None
-
-
-@dataclass(init=False, eq=False)
-class LowLatencyDispatch(OperationCall):
+class LowLatencyDispatch(BufferCall):
     """`Buffer.low_latency_dispatch`."""
 
     name = DISPATCH
     rules = TENSORS[DISPATCH]
-    x: Tensor
-    topk_idx: Tensor
-    num_max_dispatch_tokens_per_rank: int
-    num_experts: int
-    cumulative_local_expert_recv_stats: Tensor | None
-    dispatch_wait_recv_cost_stats: Tensor | None
-    use_fp8: bool
-    round_scale: bool
-    use_ue8m0: bool
-    async_finish: bool
-    return_recv_hook: bool
+    flags = ("use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook")
+    numbers = ("num_max_dispatch_tokens_per_rank", "num_experts")
 
 
-@dataclass(init=False, eq=False)
-class LowLatencyCombine(OperationCall):
+class LowLatencyCombine(BufferCall):
     """`Buffer.low_latency_combine`."""
 
     name = COMBINE
     rules = TENSORS[COMBINE]
-    x: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
-    handle: Any
-    use_logfmt: bool
-    zero_copy: bool
-    async_finish: bool
-    return_recv_hook: bool
-    out: Tensor | None
-    combine_wait_recv_cost_stats: Tensor | None
+    flags = ("use_logfmt", "zero_copy", "async_finish", "return_recv_hook")
+    numbers = (*("handle.num_max_dispatch_tokens_per_rank", "handle.hidden", "handle.num_experts"),)
 
 
-@dataclass(init=False, eq=False)
 class StreamCall(BufferCall):
     """A call that says what waits for what; see `StreamOrder`."""
 
-    previous_event: EventOverlap | None
-    async_finish: bool
-    allocate_on_comm_stream: bool
+    flags = ("async_finish", "allocate_on_comm_stream")
 
 
-@dataclass(init=False, eq=False)
 class DispatchLayout(StreamCall):
     """`Buffer.get_dispatch_layout`."""
 
     name = LAYOUT
     rules = TENSORS[LAYOUT]
-    topk_idx: Tensor
-    num_experts: int
 
 
-@dataclass(init=False, eq=False)
 class MaskQuery(BufferCall):
     """`Buffer.low_latency_query_mask_buffer`."""
 
     name = QUERY_MASKS
     rules = TENSORS[QUERY_MASKS]
-    mask_status: Tensor
 
 
-@dataclass(init=False, eq=False)
-class NormalDispatch(StreamCall, OperationCall):
+class NormalDispatch(StreamCall):
     """`Buffer.dispatch`. Checks put the data of `x` into `x`, and its scales into `x_scales`."""
 
     name = NORMAL_DISPATCH
     rules = TENSORS[NORMAL_DISPATCH]
-    x: Any
-    handle: Any
-    num_tokens_per_rank: Tensor | None
-    num_tokens_per_rdma_rank: Tensor | None
-    is_token_in_rank: Tensor | None
-    num_tokens_per_expert: Tensor | None
-    topk_idx: Tensor | None
-    topk_weights: Tensor | None
-    expert_alignment: int
-    num_worst_tokens: int
-    config: Config
-    dispatch_wait_recv_cost_stats: Tensor | None
-    x_scales: Tensor | None = None
 
 
-@dataclass(init=False, eq=False)
-class NormalCombine(StreamCall, OperationCall):
+class NormalCombine(StreamCall):
     """`Buffer.combine`."""
 
     name = NORMAL_COMBINE
     rules = TENSORS[NORMAL_COMBINE]
-    x: Tensor
-    handle: Any
-    topk_weights: Tensor | None
-    bias: Any
-    config: Config
-    combine_wait_recv_cost_stats: Tensor | None
 
 
-@dataclass(init=False, eq=False)
-class ElasticCall(OperationCall):
+class ElasticCall(BufferCall):
     """A dispatch or combine of `ElasticBuffer`."""
 
-    num_sms: int
-    num_qps: int
-    previous_event: Any
-    previous_event_before_epilogue: Any
-    async_with_compute_stream: bool
-    allocate_on_comm_stream: bool
+    flags: ClassVar[tuple[str, ...]] = ("async_with_compute_stream", "allocate_on_comm_stream")
 
 
-@dataclass(init=False, eq=False)
 class ElasticDispatch(ElasticCall):
     """`ElasticBuffer.dispatch`, with data and scales as `NormalDispatch`."""
 
     name = NORMAL_DISPATCH
     rules = TENSORS["elastic_dispatch"]
-    x: Any
-    topk_idx: Tensor | None
-    topk_weights: Tensor | None
-    cumulative_local_expert_recv_stats: Tensor | None
-    num_experts: int | None
-    num_max_tokens_per_rank: int | None
-    expert_alignment: int | None
-    handle: Any
-    do_handle_copy: bool
-    do_cpu_sync: Any
-    do_expand: Any
-    do_zero_padding: bool
-    use_tma_aligned_col_major_sf: bool
-    expert_capacity: int | None
-    dispatch_wait_recv_cost_stats: Tensor | None
-    x_scales: Tensor | None = None
+    flags = (
+        *ElasticCall.flags,
+        *("do_handle_copy", "do_zero_padding", "use_tma_aligned_col_major_sf"),
+    )
 
 
-@dataclass(init=False, eq=False)
 class ElasticCombine(ElasticCall):
     """`ElasticBuffer.combine`."""
 
     name = NORMAL_COMBINE
     rules = TENSORS["elastic_combine"]
-    x: Tensor
-    handle: Any
-    topk_weights: Tensor | None
-    bias: Any
-    combine_wait_recv_cost_stats: Tensor | None

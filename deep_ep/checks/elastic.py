@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from deep_ep.checks.calls import ElasticCall, ElasticCombine, ElasticDispatch
 
 # What a dispatch with a handle may repeat.
-_OF_HANDLE = ("num_experts", "expert_alignment", "expert_capacity", "num_max_tokens_per_rank")
+_OF_HANDLE = (
+    *("do_expand", "num_experts", "expert_alignment", "expert_capacity"),
+    "num_max_tokens_per_rank",
+)
 
 
 class Dispatch(NamedTuple):
@@ -65,27 +68,23 @@ def fresh_dispatch(call: ElasticDispatch, limits: Limits, most_tokens: int) -> D
     """
     where = call.name
     _refuse_padding(call, bool(call.do_expand))
-    if call.topk_idx is None:
-        fail(where, "handle and topk_idx are both None", "elastic_topk", EPUsageError)
-    if call.num_experts is None:
-        fail(where, "num_experts is None", "elastic_experts", EPUsageError)
+    needed = {"topk_idx": "the experts of each token", "num_experts": "the number of all experts"}
+    for name, what in needed.items():
+        if getattr(call, name) is None:
+            fail(where, f"{name} is None", "no_handle", EPUsageError, what=what)
     num_experts = checks.positive_int(where, "num_experts", call.num_experts)
     got = f"num_experts is {num_experts}"
-    checks.multiple_of_ranks(where, got, num_experts, limits.num_ranks)
-    checks.kernel_limit(where, "num_experts", num_experts, limits.binding.MAX_EXPERTS)
+    checks.num_experts(where, got, num_experts, limits.num_ranks, limits.binding)
     tensors = Tensors(call, limits, num_local_experts=num_experts // limits.num_ranks)
     _rows(call, tensors)
     tensors.check()
-    if call.topk_idx.is_cpu and call.topk_idx.numel():
-        low, high = (int(bound) for bound in call.topk_idx.aminmax())
-        if low < -1 or high >= num_experts:
-            got = f"topk_idx has entries from {low} to {high}"
-            fail(where, got, "expert_index", num_experts=num_experts)
+    checks.expert_indices(where, call.topk_idx, num_experts)
     given = call.num_max_tokens_per_rank
     most = most_tokens if given is None else given
     most = checks.not_negative_int(where, "num_max_tokens_per_rank", most)
     if call.x.shape[0] > most:
-        fail(where, f"x has {call.x.shape[0]} rows", "elastic_tokens", maximum=most)
+        got, name = f"x has {call.x.shape[0]} rows", "num_max_tokens_per_rank"
+        fail(where, got, "num_tokens", name=name, maximum=most)
     alignment = 1 if call.expert_alignment is None else call.expert_alignment
     waits = True if call.do_cpu_sync is None else bool(call.do_cpu_sync)
     return Dispatch(
@@ -101,20 +100,16 @@ def cached_dispatch(call: ElasticDispatch, limits: Limits, handle: Any) -> None:
     """Checks a dispatch with a handle."""
     where = call.name
     if call.topk_idx is not None:
-        fail(where, "handle and topk_idx are both given", "elastic_handle_topk", EPUsageError)
+        fail(where, "handle and topk_idx are both given", "topk_with_handle", EPUsageError)
     if call.do_cpu_sync:
         fail(
             where, "do_cpu_sync is True and a handle is given", "elastic_handle_sync", EPUsageError
         )
-    if call.do_expand is not None and bool(call.do_expand) != handle.do_expand:
-        got = f"do_expand is {call.do_expand}"
-        fail(where, got, "elastic_handle_layout", EPUsageError, expected=handle.do_expand)
     for name in _OF_HANDLE:
         given, expected = getattr(call, name), getattr(handle, name)
         if given is not None and given != expected:
-            fail(
-                where, f"{name} is {given}", "elastic_handle_value", EPUsageError, expected=expected
-            )
+            got = f"{name} is {given}"
+            fail(where, got, "elastic_handle_value", EPUsageError, expected=expected)
     _refuse_padding(call, handle.do_expand)
     num_tokens, num_topk = handle.topk_idx.shape
     tensors = Tensors(call, limits, num_topk=num_topk)

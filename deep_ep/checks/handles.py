@@ -23,7 +23,7 @@ def check(
     """Refuses a handle whose numbers contradict each other, and names the place; its shapes are right already."""
     word = hidden_word(handle.channel_prefix)
     if word is None or int(word) == 0:
-        fail(call, "handle is empty", "normal_handle_not_received", EPUsageError)
+        fail(call, "handle is empty", "handle_not_received", EPUsageError)
     values = _Values(call, handle)
     in_rank = handle.is_token_in_rank
     begins = _channel_begins(num_tokens, num_channels)

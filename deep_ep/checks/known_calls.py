@@ -5,22 +5,20 @@ Looking takes two fifths of the time of the checks.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from typing import Callable, Generic, TypeVar
 
 from torch import Tensor, strided
 
 from deep_ep.base.rules import VECTOR_BYTES
-from deep_ep.checks.calls import OperationCall
+from deep_ep.checks.calls import BufferCall
 
 # What a call looks like, and what follows from that.
 _Look = tuple[object, ...]
 Found = TypeVar("Found")
-Call = TypeVar("Call", bound=OperationCall)
+Call = TypeVar("Call", bound=BufferCall)
 
 _MOST = 1024
-_PLAIN = {"int": int, "bool": bool}
 
 
 class KnownCalls(Generic[Found]):
@@ -30,22 +28,11 @@ class KnownCalls(Generic[Found]):
     else there is: values in tensors, storage and counters.
     """
 
-    def __init__(self, kind: type[OperationCall], *parts: str) -> None:
-        """Knows none yet.
-
-        Args:
-            kind: of the calls, whose arguments are tensors, ints and bools.
-            parts: numbers within their arguments, as in `handle.hidden`.
-        """
+    def __init__(self, kind: type[BufferCall]) -> None:
+        """Knows none yet."""
         self._rules = kind.rules
-        others = {"recv_counters", *(rule.argument.partition("[")[0] for rule in self._rules)}
-        plain = {
-            field.name: _PLAIN[field.type]  # type: ignore[index]
-            for field in dataclasses.fields(kind)
-            if field.name not in others
-        }
-        self._plain = operator.attrgetter(*plain, *parts)
-        self._types = (*plain.values(), *(int for _ in parts))
+        self._plain = operator.attrgetter(*kind.flags, *kind.numbers)
+        self._types = (*(bool for _ in kind.flags), *(int for _ in kind.numbers))
         self._found: dict[_Look, Found] = {}
 
     def find(self, call: Call, check: Callable[[Call], Found]) -> Found:
@@ -61,7 +48,7 @@ class KnownCalls(Generic[Found]):
             self._found[look] = found
         return found
 
-    def _look(self, call: OperationCall) -> _Look | None:
+    def _look(self, call: BufferCall) -> _Look | None:
         """`None` if an argument has another type than most programs give it: equality says nothing then."""
         plain = self._plain(call)
         if tuple(map(type, plain)) != self._types:

@@ -13,18 +13,15 @@ from deep_ep.base.rules import NORMAL_DISPATCH, fail
 
 if TYPE_CHECKING:
     from deep_ep.base.topology import Topology
-    from deep_ep.checks.calls import NormalDispatch
+    from deep_ep.checks.calls import BufferCall
 
 Tensor = torch.Tensor
 
 
-def check(place: Topology, call: NormalDispatch) -> None:
-    """Refuses a layout whose tensors contradict each other, or `topk_idx`, and names the place."""
+def check(place: Topology, call: BufferCall) -> None:
+    """Refuses a layout of a dispatch whose tensors contradict each other, or `topk_idx`, and names the place."""
     in_rank, per_expert = call.is_token_in_rank, call.num_tokens_per_expert
-    topk_idx = call.topk_idx
-    assert in_rank is not None
-    assert per_expert is not None
-    num_experts = per_expert.numel()
+    topk_idx, num_experts = call.topk_idx, per_expert.numel()
     counted = "is_token_in_rank counts"
     _same("num_tokens_per_rank", call.num_tokens_per_rank, in_rank.sum(0), counted)
     if place.num_nodes > 1:
@@ -43,8 +40,7 @@ def check(place: Topology, call: NormalDispatch) -> None:
     _same("is_token_in_rank", in_rank, wanted[:, :-1], "topk_idx makes it")
 
 
-def _same(name: str, given: Tensor | None, wanted: Tensor, why: str) -> None:
-    assert given is not None
+def _same(name: str, given: Tensor, wanted: Tensor, why: str) -> None:
     wrong = (given != wanted).nonzero()
     if len(wrong):
         place = wrong[0].tolist()

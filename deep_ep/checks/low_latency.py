@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -18,9 +18,7 @@ from deep_ep.types.handles import LowLatencyHandle
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime
-    from deep_ep.checks.calls import LowLatencyCombine, LowLatencyDispatch
-
-    LowLatencyCall = Union[LowLatencyDispatch, LowLatencyCombine]
+    from deep_ep.checks.calls import BufferCall, LowLatencyCombine, LowLatencyDispatch
 
 _log = logging.getLogger("deep_ep")
 
@@ -97,26 +95,20 @@ def dispatch(limits: Limits, call: LowLatencyDispatch) -> LowLatencyShape:
 def dispatch_values(limits: Limits, call: LowLatencyDispatch, shape: LowLatencyShape) -> None:
     """Checks the rest of it, which calls that look the same may differ in."""
     checks.recv_counters(call, limits)
-    if _is_readable(call.topk_idx):
-        _expert_indices(call, shape)
+    checks.expert_indices(DISPATCH, call.topk_idx, shape.sizes.num_experts)
+    if call.topk_idx.is_cpu:
         _rows_per_expert(call.topk_idx, shape.sizes.num_max_dispatch_tokens_per_rank)
 
 
 @functools.lru_cache(maxsize=1024)
 def _say_what_consumers_refuse(num_recv_rows: int, hidden: int, is_packed: bool) -> None:
     """Once for each size: scales come in a layout for TMA, whose descriptors do not allow all sizes that we do."""
-    if num_recv_rows % _TMA_ROWS:
+    if num_recv_rows % _TMA_ROWS or (is_packed and hidden % _PACKED_CHANNELS):
         _log.warning(
-            "deep_ep: %s: scales have %d rows, num_ranks * num_max_dispatch_tokens_per_rank; TMA descriptors of "
-            "grouped GEMMs need a multiple of %d. Raise num_max_dispatch_tokens_per_rank to a multiple of %d, or "
+            "deep_ep: %s: scales have %d rows, num_ranks * num_max_dispatch_tokens_per_rank, and hidden is %d; grouped "
+            "GEMMs need multiples of %d and, with use_ue8m0, of %d. Raise num_max_dispatch_tokens_per_rank, pad hidden, or "
             "copy the scales.",
-            *(DISPATCH, num_recv_rows, _TMA_ROWS, _TMA_ROWS),
-        )
-    if is_packed and hidden % _PACKED_CHANNELS:
-        _log.warning(
-            "deep_ep: %s: hidden is %d; with use_ue8m0 grouped GEMMs need a multiple of %d, or the last int32 of a "
-            "row's scales is not full. Pad hidden, or pass use_ue8m0=False.",
-            *(DISPATCH, hidden, _PACKED_CHANNELS),
+            *(DISPATCH, num_recv_rows, hidden, _TMA_ROWS, _PACKED_CHANNELS),
         )
 
 
@@ -154,8 +146,7 @@ def combine_values(
     """Checks the rest of it but the values of its handle, of which the kernel may read `num_words`."""
     _handle_storage(native, shape, call, num_words)
     checks.recv_counters(call, limits)
-    if _is_readable(call.topk_idx):
-        _expert_indices(call, shape)
+    checks.expert_indices(COMBINE, call.topk_idx, shape.sizes.num_experts)
 
 
 # Kernels and the sizes of buffers count channels in 32 bits.
@@ -171,25 +162,17 @@ def sizes_of(
     num_experts: Any,
 ) -> LowLatencySizes:
     """The three sizes all ranks must agree on, as checked ints."""
-    positive, maximum = checks.positive_int, num_max_dispatch_tokens_per_rank
-    maximum = positive(call, "num_max_dispatch_tokens_per_rank", maximum)
-    hidden = positive(call, "hidden", hidden)
-    num_experts = positive(call, "num_experts", num_experts)
-    return _sizes(call, num_ranks, binding, maximum, hidden, num_experts)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sizes(
-    call: str, num_ranks: int, binding: Binding, maximum: int, hidden: int, num_experts: int
-) -> LowLatencySizes:
+    given = LowLatencySizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+    sizes = (checks.positive_int(call, name, value) for name, value in given._asdict().items())
+    maximum, hidden, num_experts = sizes
     checks.kernel_limit(call, "hidden", hidden, _MAX_HIDDEN)
     group = binding.CHANNELS_PER_SCALE
     if hidden % group:
         padded = -(-hidden // group) * group
         fail(call, f"hidden is {hidden}", "hidden", multiple=group, padded=padded)
-    checks.multiple_of_ranks(call, f"num_experts is {num_experts}", num_experts, num_ranks)
+    got = f"num_experts is {num_experts}"
+    checks.num_experts(call, got, num_experts, num_ranks, binding)
     checks.kernel_limit(call, "num_max_dispatch_tokens_per_rank", maximum, binding.MAX_TOKENS)
-    checks.kernel_limit(call, "num_experts", num_experts, binding.MAX_EXPERTS)
     return LowLatencySizes(maximum, hidden, num_experts)
 
 
@@ -216,36 +199,20 @@ def buffer_size(call: str, sizes: LowLatencySizes, limits: Limits) -> None:
         fail(call, got, "buffer_size", needed=needed, arguments=arguments)
 
 
-def _topk(call: LowLatencyCall, shape: LowLatencyShape, limits: Limits) -> None:
+def _topk(call: BufferCall, shape: LowLatencyShape, limits: Limits) -> None:
     most = limits.binding.MAX_TOPK
     if not 0 < shape.num_topk <= most:
         fail(call.name, f"topk_idx has shape {list(call.topk_idx.shape)}", "topk", maximum=most)
     maximum = shape.sizes.num_max_dispatch_tokens_per_rank
     if shape.num_tokens > maximum:
-        fail(call.name, f"there are {shape.num_tokens} tokens", "num_tokens", maximum=maximum)
+        got, name = f"there are {shape.num_tokens} tokens", "num_max_dispatch_tokens_per_rank"
+        fail(call.name, got, "num_tokens", name=name, maximum=maximum)
 
 
-def _finish(call: LowLatencyCall, sizes: LowLatencySizes, limits: Limits) -> None:
+def _finish(call: BufferCall, sizes: LowLatencySizes, limits: Limits) -> None:
     if call.async_finish and call.return_recv_hook:
         fail(call.name, "async_finish and return_recv_hook are both True", "async_and_hook")
     buffer_size(call.name, sizes, limits)
-
-
-def _is_readable(tensor: torch.Tensor) -> bool:
-    # On the GPU a look at the values would stall the stream; there the kernel reports them.
-    return tensor.is_cpu
-
-
-def _expert_indices(call: LowLatencyCall, shape: LowLatencyShape) -> None:
-    topk_idx, num_experts = call.topk_idx, shape.sizes.num_experts
-    if topk_idx.numel() == 0:
-        return
-    low, high = (int(value) for value in torch.aminmax(topk_idx))
-    if low < -1 or high >= num_experts:
-        wrong = high if high >= num_experts else low
-        token, column = (int(index) for index in (topk_idx == wrong).nonzero()[0])
-        got = f"topk_idx[{token}, {column}] is {wrong}"
-        fail(call.name, got, "expert_index", num_experts=num_experts)
 
 
 def _rows_per_expert(topk_idx: torch.Tensor, maximum: int) -> None:
@@ -296,8 +263,8 @@ def _handle_storage(
 
 
 def handle_values(native: Runtime, shape: LowLatencyShape, call: LowLatencyCombine) -> None:
-    """A handle whose values cannot be right is refused before anything is sent."""
-    if not _is_readable(call.topk_idx):
+    """A handle whose values cannot be right is refused before anything is sent; on a GPU the kernel refuses it."""
+    if not call.topk_idx.is_cpu:
         return
     src_info, layout_range = call.handle[:2]
     fault = native.find_handle_fault(
@@ -311,9 +278,7 @@ def handle_values(native: Runtime, shape: LowLatencyShape, call: LowLatencyCombi
 
 
 def fail_for(
-    fault: tuple[str, int, int, int],
-    topk_idx: torch.Tensor,
-    layout_range: torch.Tensor,
+    fault: tuple[str, int, int, int], topk_idx: torch.Tensor, layout_range: torch.Tensor
 ) -> NoReturn:
     """Raises for what the native runtime found wrong in the handle of a combine."""
     reason, *place, expected = fault

@@ -15,13 +15,13 @@ from deep_ep.checks import arguments as checks
 from deep_ep.checks import handles as handle_values
 from deep_ep.checks import layouts as layout_values
 from deep_ep.checks.arguments import Limits, Tensors
-from deep_ep.errors import EPArgumentError, EPTypeError, EPUnsupportedError, EPUsageError
+from deep_ep.errors import EPTypeError, EPUnsupportedError, EPUsageError
 from deep_ep.native.backend import Binding
 from deep_ep.types.config import Config
 from deep_ep.types.handles import NormalHandle, OneNodeHandle, SeveralNodesHandle, hidden_word
 
 if TYPE_CHECKING:
-    from deep_ep.checks.calls import ElasticDispatch, NormalCombine, NormalDispatch
+    from deep_ep.checks.calls import ElasticDispatch, NormalCombine, NormalDispatch, StreamCall
 
 Tensor = torch.Tensor
 
@@ -87,12 +87,12 @@ def fresh_dispatch(limits: Limits, place: Topology, call: NormalDispatch) -> Nor
     for name in _LAYOUT:
         is_needed = place.num_nodes > 1 or name != "num_tokens_per_rdma_rank"
         if is_needed and getattr(call, name) is None:
-            fail(call.name, f"{name} is None", "layout_missing", EPUsageError)
+            what = "what get_dispatch_layout returned"
+            fail(call.name, f"{name} is None", "no_handle", EPUsageError, what=what)
         tensors.check(name)
     num_experts = tensors.dimensions["num_experts"]
     got = f"num_tokens_per_expert has {num_experts} experts"
-    checks.multiple_of_ranks(call.name, got, num_experts, limits.num_ranks)
-    checks.kernel_limit(call.name, "num_experts", num_experts, limits.binding.MAX_EXPERTS)
+    checks.num_experts(call.name, got, num_experts, limits.num_ranks, limits.binding)
     if (call.topk_idx is None) != (call.topk_weights is None):
         missing = "topk_idx" if call.topk_idx is None else "topk_weights"
         fail(call.name, f"{missing} alone is None", "topk_pair", EPUsageError)
@@ -106,9 +106,7 @@ def fresh_dispatch(limits: Limits, place: Topology, call: NormalDispatch) -> Nor
     num_topk = _num_topk(call.name, call.topk_idx, limits)
     tensors.check()
     shape = _shape(call.x.shape[0], row_bytes, num_topk, num_scales, num_experts, config)
-    _finish(call, shape, place, limits)
-    if call.x.is_cpu:
-        layout_values.check(place, call)
+    _finish(call, shape, place, limits, None)
     return shape
 
 
@@ -141,9 +139,7 @@ def cached_dispatch(
         fail(call.name, got, "normal_handle_tokens", num_tokens=num_tokens)
     tensors.check()
     shape = _shape(num_tokens, row_bytes, 0, num_scales, 0, config)
-    _finish(call, shape, place, limits)
-    if call.x.is_cpu:
-        handle_values.check(call.name, given, place, num_tokens, shape.num_channels)
+    _finish(call, shape, place, limits, given)
     return shape, given
 
 
@@ -160,28 +156,26 @@ def combine(
     num_tokens = tensors.dimensions["num_tokens"]
     num_topk = _num_topk(call.name, call.topk_weights, limits)
     shape = _shape(num_tokens, row_bytes, num_topk, 0, 0, config)
-    _finish(call, shape, place, limits)
-    if call.x.is_cpu:
-        handle_values.check(call.name, given, place, num_tokens, shape.num_channels)
+    _finish(call, shape, place, limits, given)
     return shape, given
 
 
 def _finish(
-    call: NormalDispatch | NormalCombine, shape: NormalShape, place: Topology, limits: Limits
+    call: StreamCall,
+    shape: NormalShape,
+    place: Topology,
+    limits: Limits,
+    handle: NormalHandle | None,
 ) -> None:
+    """Whether there are counters, room, and on the CPU a layout or handle that can be right."""
     checks.recv_counters(call, limits)
-    buffer_size(call.name, shape, place, limits)
-
-
-def buffer_size(call: str, shape: NormalShape, place: Topology, limits: Limits) -> None:
-    """The buffers must hold a call of these sizes."""
     row = shape.row_bytes, shape.num_topk, shape.num_scales
     nvl_bytes, rdma_bytes = num_bytes(
         limits.binding, place.num_ranks, place.ranks_per_node, shape.config, *row
     )
     if limits.num_nvl_bytes < nvl_bytes or limits.num_rdma_bytes < rdma_bytes:
         fail(
-            call,
+            call.name,
             f"the buffer has num_nvl_bytes = {limits.num_nvl_bytes} and num_rdma_bytes = "
             f"{limits.num_rdma_bytes}",
             "normal_buffer_size",
@@ -191,6 +185,12 @@ def buffer_size(call: str, shape: NormalShape, place: Topology, limits: Limits) 
             num_ranks=place.num_ranks,
             ranks_per_node=place.ranks_per_node,
         )
+    if not call.x.is_cpu:
+        return
+    if handle is None:
+        layout_values.check(place, call)
+    else:
+        handle_values.check(call.name, handle, place, shape.num_tokens, shape.num_channels)
 
 
 @functools.lru_cache(maxsize=64)
@@ -220,9 +220,7 @@ def num_bytes(
 _MAX_ROWS = (1 << 31) - 1
 
 
-def _begin(
-    call: NormalDispatch | NormalCombine, place: Topology, limits: Limits
-) -> tuple[Config, Tensors]:
+def _begin(call: StreamCall, place: Topology, limits: Limits) -> tuple[Config, Tensors]:
     """The configuration of a call, if it is one that the kernels can follow, and what its tensors are checked with."""
     config: Any = call.config
     if not isinstance(config, Config):
@@ -241,7 +239,7 @@ def _begin(
 
 def take_scales(call: NormalDispatch | ElasticDispatch) -> None:
     """Data and scales from `x`. What they look like is not checked yet."""
-    x = call.x
+    x, call.x_scales = call.x, None
     if not isinstance(x, (tuple, list)):
         return
     if len(x) != 2 or x[1] is None:
@@ -284,21 +282,19 @@ def _num_topk(call: str, tensor: Tensor | None, limits: Limits) -> int:
     return num_topk
 
 
-def _handle(
-    tensors: Tensors, call: NormalDispatch | NormalCombine, place: Topology
-) -> NormalHandle:
+def _handle(tensors: Tensors, call: StreamCall, place: Topology) -> NormalHandle:
     """The handle of a dispatch from any tuple or list of its tensors."""
     kind: type[NormalHandle] = OneNodeHandle
     table = rules.ONE_NODE_HANDLE
     if place.num_nodes > 1:
         kind, table = SeveralNodesHandle, rules.SEVERAL_NODES_HANDLE
-    handle, length = call.handle, len(table)
+    handle = call.handle
     if not isinstance(handle, (tuple, list)):
         got = f"handle is a {type(handle).__name__}"
-        fail(call.name, got, "normal_handle", EPTypeError, length=length)
-    if len(handle) != length:
+        fail(call.name, got, "normal_handle", EPTypeError, length=len(table))
+    if len(handle) != len(table):
         got = f"handle has {len(handle)} elements"
-        fail(call.name, got, "normal_handle", EPArgumentError, length=length)
+        fail(call.name, got, "normal_handle", length=len(table))
     tensors.dimensions |= {"num_channels": call.config.num_sms // 2, "8": 8}
     for rule, item in zip(table, handle):
         tensors.check_rule(rule, item)
@@ -308,5 +304,5 @@ def _handle(
         fail(call.name, got, "normal_handle_values")
     if hidden_word(given.channel_prefix) is None:
         got = f"{given.name_of('channel_prefix')} is a copy"
-        fail(call.name, got, "normal_handle_copy")
+        fail(call.name, got, "handle_copy")
     return given

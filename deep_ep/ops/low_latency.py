@@ -14,7 +14,7 @@ from deep_ep.checks import arguments as checks
 from deep_ep.checks import low_latency as low_latency_checks
 from deep_ep.checks.calls import LowLatencyCombine, LowLatencyDispatch
 from deep_ep.checks.known_calls import KnownCalls
-from deep_ep.checks.low_latency import LowLatencyShape, LowLatencySizes
+from deep_ep.checks.low_latency import LowLatencyShape
 from deep_ep.errors import EPUsageError
 from deep_ep.native import backend
 from deep_ep.observe import parts
@@ -89,8 +89,7 @@ class LowLatency:
         self._is_enabled = is_enabled
         self._is_staged = False  # the next combine's rows may be in its buffer
         self._dispatches = KnownCalls[_DispatchPlan](LowLatencyDispatch)
-        sizes = (f"handle.{name}" for name in LowLatencySizes._fields)
-        self._combines = KnownCalls[tuple[LowLatencyShape, Numbers, int]](LowLatencyCombine, *sizes)
+        self._combines = KnownCalls[tuple[LowLatencyShape, Numbers, int]](LowLatencyCombine)
 
     def dispatch(
         self, call: LowLatencyDispatch

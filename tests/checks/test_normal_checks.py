@@ -588,7 +588,7 @@ def test_the_handle_of_a_failed_dispatch_is_refused(ranks: Ranks) -> None:
         lambda: buffer.combine(x, handle, config=CONFIG),
         lambda: buffer.dispatch(x[: NUM_TOKENS[BAD_RANK]], handle, config=CONFIG),
     ):
-        assert_raises(call, EPUsageError, ["handle is empty", "Dispatch again"])
+        assert_raises(call, EPUsageError, ["handle is empty", "dispatch again"])
     assert_usable(ranks)
 
 
