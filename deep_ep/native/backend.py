@@ -276,8 +276,8 @@ class CpuBackend(Backend):
     def create_runtime(self, *reach: Any, **options: Any) -> Runtime:
         schedule, delivery = env.schedule(), env.delivery()
         runtime = super().create_runtime(*reach, clock=env.cpu_clock(), **options)
-        runtime.set_schedule(policy=schedule.policy, seed=schedule.seed)
-        runtime.set_delivery(policy=delivery.policy, seed=delivery.seed)
+        runtime.set_schedule(policy=schedule[0], seed=schedule[1])
+        runtime.set_delivery(policy=delivery[0], seed=delivery[1])
         return runtime
 
     def device(self) -> torch.device:
