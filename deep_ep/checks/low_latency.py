@@ -179,7 +179,8 @@ def sizes_of(
 @functools.lru_cache(maxsize=64)
 def num_bytes(binding: Binding, num_ranks: int, sizes: LowLatencySizes) -> int:
     """Bytes of RDMA buffer a call of these sizes needs."""
-    return binding.low_latency_rdma_size_hint(num_ranks=num_ranks, **sizes._asdict())
+    needed: int = binding.low_latency_rdma_size_hint(num_ranks=num_ranks, **sizes._asdict())
+    return needed
 
 
 def sizes_that_fit(call: str, limits: Limits, *given: Any) -> LowLatencySizes:

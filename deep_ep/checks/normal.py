@@ -204,7 +204,7 @@ def num_bytes(
     num_scales: int,
 ) -> tuple[int, int]:
     """Bytes of NVLink and RDMA buffer that a call needs."""
-    return binding.normal_bytes(
+    needed: tuple[int, int] = binding.normal_bytes(
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         num_channels=config.num_sms // 2,
@@ -214,6 +214,7 @@ def num_bytes(
         num_max_nvl_chunked_recv_tokens=config.num_max_nvl_chunked_recv_tokens,
         num_max_rdma_chunked_recv_tokens=config.num_max_rdma_chunked_recv_tokens,
     )
+    return needed
 
 
 # Rows are counted in int32.

@@ -116,7 +116,5 @@ def _in_process(host: Host) -> Finding:
     library, cuda_major = needed
     said = f"{loaded}; needed: {library.version} ({library.path})"
     agreed = {"NVSHMEM of the build": library.version}
-    if found is None or found.serves(library):
-        return ok(said, agreed=agreed)
-    why, repair = nvshmem.conflict_parts(found, library, cuda_major)
-    return fail(said, why, repair, agreed=agreed)
+    conflict = nvshmem.conflict(found, library, cuda_major)
+    return fail(said, *conflict, agreed=agreed) if conflict else ok(said, agreed=agreed)

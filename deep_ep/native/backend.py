@@ -17,7 +17,7 @@ import os
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Callable, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,7 @@ from deep_ep.errors import EPNotBuiltError, EPUsageError
 from deep_ep.native import host_memory, nvshmem
 
 if TYPE_CHECKING:
-    from deep_ep._cpu import HostPool, Runtime
+    from deep_ep._cpu import Runtime
 
 
 # Outputs of at least this size come from the pool of the cpu backend; smaller ones the C library
@@ -41,34 +41,8 @@ _GPU_THREADS = 1 << 31
 _POOLED_STREAMS = 32
 
 
-class Binding(Protocol):
-    """What a native module offers; `_cpu.pyi` has the arguments of its functions."""
-
-    COUNTER_FIELDS: list[str]
-    OWN_FIELDS: list[str]
-    RING_SOURCE_FIELDS: list[str]
-    RING_OWN_FIELDS: list[str]
-    NUM_RING_FIELDS: int
-    MAX_EXPERTS: int
-    MAX_TOPK: int
-    MAX_TOKENS: int
-    MAX_CHANNELS: int
-    MAX_NORMAL_TOPK: int
-    MAX_NORMAL_SCALES: int
-    MAX_RANKS_PER_NODE: int
-    MAX_HOST_THREADS: int
-    PHASE_SEND: int
-    PHASE_RECEIVE: int
-    CHANNELS_PER_SCALE: int
-    BUFFER_ALIGNMENT: int
-    Runtime: type[Runtime]
-    HostPool: type[HostPool]
-    device_count: Callable[[], int]
-    low_latency_rdma_size_hint: Callable[..., int]
-    normal_bytes: Callable[..., tuple[int, int]]
-    normal_pack_bytes: Callable[..., int]
-
-    def __hash__(self) -> int: ...  # as of every module
+# A native module: `_cpu.pyi` has what they all offer.
+Binding = Any
 
 
 class Backend(ABC):
@@ -113,7 +87,7 @@ class Backend(ABC):
         blocks, warps = env.launch_shape(*self._launch_limits)
         binding = self._binding_for(needs_rdma, spans_hosts and allow_mnnvl, allow_nvlink)
         interval_s, in_bulk = env.clock_interval_s(), env.bulk_copies()
-        runtime = binding.Runtime(
+        runtime: Runtime = binding.Runtime(
             allow_nvlink=allow_nvlink,
             allow_mnnvl=allow_mnnvl,
             clock_interval_ns=round(
@@ -517,7 +491,7 @@ def _import(module: str, is_fault: bool = False) -> Binding:
     if importlib.util.find_spec(module) is None:
         raise _UnusableError(f"module {module} was not built", is_fault)
     try:
-        return cast("Binding", importlib.import_module(module))
+        return importlib.import_module(module)
     except ImportError as error:
         raise _UnusableError(f"module {module} does not load: {error}", is_fault) from None
 
@@ -525,15 +499,18 @@ def _import(module: str, is_fault: bool = False) -> Binding:
 def _load_with_nvshmem() -> Binding:
     """The module with NVSHMEM, for a process that has the one without."""
     build = nvshmem.built_with(vars(importlib.import_module("deep_ep._cuda")))
-    conflict = build and nvshmem.conflict(nvshmem.in_process(), *build)
-    if conflict:
-        raise _UnusableError(conflict)
+    _require_no_conflict(build and nvshmem.conflict(nvshmem.in_process(), *build))
     try:
         return _import("deep_ep._cuda_nvshmem")
     except _UnusableError as obstacle:
-        conflict = build and nvshmem.conflict(nvshmem.on_path(), *build)
+        _require_no_conflict(build and nvshmem.conflict(nvshmem.on_path(), *build))
         raise _UnusableError(
-            conflict
-            or f"{obstacle}; it must be built and load. Run install_nvshmem.sh and build again, or set "
+            f"{obstacle}; it must be built and load. Run install_nvshmem.sh and build again, or set "
             "DEEP_EP_RANKS_PER_NODE if NVLink reaches all ranks"
         ) from None
+
+
+def _require_no_conflict(conflict: tuple[str, str] | None) -> None:
+    if conflict:
+        why, repair = conflict
+        raise _UnusableError(f"{why}. torch may have brought it. Replace it: {repair}")

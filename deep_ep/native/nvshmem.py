@@ -52,8 +52,10 @@ def on_path() -> HostLibrary | None:
     return _loaded(os.RTLD_LAZY)
 
 
-def conflict(found: HostLibrary | None, built_with: HostLibrary, cuda_major: int) -> str | None:
-    """Why a library does not serve, and what to do; `None` if it does, or there is none.
+def conflict(
+    found: HostLibrary | None, built_with: HostLibrary, cuda_major: int
+) -> tuple[str, str] | None:
+    """Why a library does not serve, and the command that repairs it; `None` if it does, or there is none.
 
     Args:
         found: see `in_process` and `on_path`.
@@ -62,12 +64,6 @@ def conflict(found: HostLibrary | None, built_with: HostLibrary, cuda_major: int
     """
     if found is None or found.serves(built_with):
         return None
-    why, repair = conflict_parts(found, built_with, cuda_major)
-    return f"{why}. torch may have brought it. Replace it: {repair}"
-
-
-def conflict_parts(found: HostLibrary, built_with: HostLibrary, cuda_major: int) -> tuple[str, str]:
-    """What is there and what is needed; the command that repairs it."""
     oldest = ".".join(map(str, built_with.release))
     why = (
         f"this process has NVSHMEM {found.version} ({found.path}), and deep_ep._cuda_nvshmem is built "
@@ -99,26 +95,12 @@ def _loaded(mode: int) -> HostLibrary | None:
         library = ctypes.CDLL(SONAME, mode=mode)
     except OSError:
         return None
+    mapped = [line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines()]
+    file = next((path for path in mapped if Path(path).name.startswith(SONAME)), SONAME)
     try:
         tell_version = library.nvshmemx_vendor_get_version_info
     except AttributeError:
-        return HostLibrary("of an unknown version", _file_named(SONAME))
+        return HostLibrary("of an unknown version", file)
     numbers = [ctypes.c_int() for _ in range(3)]
     tell_version(*map(ctypes.byref, numbers))
-    address = ctypes.cast(tell_version, ctypes.c_void_p).value
-    return HostLibrary(".".join(str(number.value) for number in numbers), _file_at(address or 0))
-
-
-def _file_named(name: str) -> str:
-    """The file of this name that is mapped."""
-    paths = [line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines()]
-    return next((path for path in paths if Path(path).name.startswith(name)), name)
-
-
-def _file_at(address: int) -> str:
-    """The file that is mapped at an address of this process."""
-    for line in _MAPS.read_text().splitlines():
-        begin, end = (int(text, 16) for text in line.split(" ", 1)[0].split("-"))
-        if begin <= address < end:
-            return line.split(maxsplit=5)[-1]
-    return SONAME
+    return HostLibrary(".".join(str(number.value) for number in numbers), file)

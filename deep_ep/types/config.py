@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from deep_ep.base import env
 from deep_ep.base.rules import topk_idx_t
@@ -162,48 +161,38 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class _Tokens(NamedTuple):
-    """Recommended for a group size; an RDMA queue always holds 128 tokens."""
-
-    dispatch_nvl_send: int
-    combine_nvl_send: int
-    nvl_recv: int
-    dispatch_rdma_send: int
-    combine_rdma_send: int
-
-
-# Per group size. The values DeepEP recommends for H800 nodes of 8 GPUs; not tuned by us.
+# Per group size: tokens that dispatch and that combine pushes per step over NVLink, tokens of an NVLink queue, tokens per RDMA
+# request of dispatch and of combine; an RDMA queue always holds 128. The values DeepEP recommends for H800 nodes of 8 GPUs; not
+# tuned by us.
 _TOKENS = {
-    2: _Tokens(24, 10, 256, 6, 6),
-    4: _Tokens(6, 9, 256, 6, 6),
-    8: _Tokens(6, 4, 256, 6, 6),
-    16: _Tokens(36, 4, 288, 20, 12),
-    24: _Tokens(32, 1, 288, 8, 8),
-    32: _Tokens(32, 1, 288, 8, 8),
-    48: _Tokens(32, 1, 288, 8, 8),
-    64: _Tokens(32, 1, 288, 8, 8),
-    96: _Tokens(20, 1, 480, 12, 8),
-    128: _Tokens(20, 1, 560, 12, 8),
-    144: _Tokens(32, 2, 720, 12, 8),
-    160: _Tokens(28, 2, 720, 12, 8),
+    2: (24, 10, 256, 6, 6),
+    4: (6, 9, 256, 6, 6),
+    8: (6, 4, 256, 6, 6),
+    16: (36, 4, 288, 20, 12),
+    24: (32, 1, 288, 8, 8),
+    32: (32, 1, 288, 8, 8),
+    48: (32, 1, 288, 8, 8),
+    64: (32, 1, 288, 8, 8),
+    96: (20, 1, 480, 12, 8),
+    128: (20, 1, 560, 12, 8),
+    144: (32, 2, 720, 12, 8),
+    160: (28, 2, 720, 12, 8),
 }
 
 
 def recommended_dispatch(num_ranks: int, num_sms: int) -> Config:
     """The recommended dispatch configuration for the tabulated group size nearest to `num_ranks`."""
-    tokens = _nearest(num_ranks)
-    return Config(
-        num_sms, tokens.dispatch_nvl_send, tokens.nvl_recv, tokens.dispatch_rdma_send, 128
-    )
+    nvl_send, _, nvl_recv, rdma_send, _ = _nearest(num_ranks)
+    return Config(num_sms, nvl_send, nvl_recv, rdma_send, 128)
 
 
 def recommended_combine(num_ranks: int, num_sms: int) -> Config:
     """The recommended combine configuration for the tabulated group size nearest to `num_ranks`."""
-    tokens = _nearest(num_ranks)
-    return Config(num_sms, tokens.combine_nvl_send, tokens.nvl_recv, tokens.combine_rdma_send, 128)
+    _, nvl_send, nvl_recv, _, rdma_send = _nearest(num_ranks)
+    return Config(num_sms, nvl_send, nvl_recv, rdma_send, 128)
 
 
-def _nearest(num_ranks: int) -> _Tokens:
+def _nearest(num_ranks: int) -> tuple[int, int, int, int, int]:
     integer("recommended Config", "num_ranks", num_ranks, least=1)
     # Of two equally near sizes the larger one: its queues are deeper.
     return _TOKENS[min(_TOKENS, key=lambda size: (abs(size - num_ranks), -size))]
