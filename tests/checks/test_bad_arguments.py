@@ -117,21 +117,12 @@ def replacements(like: Any) -> dict[str, Any]:
     return found
 
 
-def replaced(like: Any, wrong: str) -> Any:
-    """The replacement of that name, without all the others where it is in a tuple."""
-    if not wrong.startswith("["):
-        return replacements(like)[wrong]
-    place, _, inner = wrong[1:].partition("] ")
-    i = int(place)
-    return (*like[:i], replaced(like[i], inner), *like[i + 1 :])
-
-
 def attacks(call: Call, correct: Callable[[], Arguments]) -> Iterator[tuple[str, str, Arguments]]:
     """Argument, what is wrong with it, and the arguments of the call."""
     for name in inspect.signature(call).parameters:
         for wrong in replacements(correct().get(name)):
             arguments = correct()
-            arguments[name] = replaced(arguments.get(name), wrong)
+            arguments[name] = replacements(arguments.get(name))[wrong]
             yield name, wrong, arguments
 
 

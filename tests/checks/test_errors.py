@@ -306,13 +306,14 @@ def test_a_handle_is_refused_until_its_hook_was_called() -> None:
 
 def test_use_after_destroy_says_so() -> None:
     ranks = ranks_for(SHAPE)
-    buffer = ranks.buffers[0]
+    buffer, arguments = ranks.buffers[0], good_dispatch_arguments()
     ranks.close()
-    assert_raises(
-        lambda: buffer.low_latency_dispatch(**good_dispatch_arguments()),
-        EPUsageError,
-        ["destroyed", "Build a new Buffer"],
-    )
+    for call in (
+        lambda: buffer.low_latency_dispatch(**arguments),
+        lambda: buffer.dispatch(arguments["x"]),
+        lambda: buffer.combine(arguments["x"], ()),
+    ):
+        assert_raises(call, EPUsageError, ["destroy() was called", "Build a new Buffer"])
 
 
 # What rank 1 does differently, the field that tells, its value there and here.

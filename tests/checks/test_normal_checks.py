@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from deep_ep.native import backend
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.ops import normal
 from deep_ep.ops.stream_order import StreamOrder
+from deep_ep.types.config import largest_hints
 from deep_ep.types.handles import hidden_word
 from support.bad_calls import (
     Arguments,
@@ -304,36 +306,42 @@ COMBINE_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "error", "words"), DISPATCH_CASES)
+def assert_refused(
+    ranks: Ranks, name: str, arguments: Arguments, error: type[Exception], words: list[str]
+) -> None:
+    """A call of `BAD_RANK` raises, and nothing was sent."""
+    call = getattr(ranks.buffers[BAD_RANK], name)
+    assert_raises(lambda: call(**arguments), error, [f"{name}: ", *words])
+    assert_usable(ranks)
+
+
+bad = functools.partial(pytest.mark.parametrize, ("change", "error", "words"))
+
+
+@bad(DISPATCH_CASES)
 def test_a_bad_dispatch_raises_and_sends_nothing(
     ranks: Ranks, change: Change, error: type[Exception], words: list[str]
 ) -> None:
-    buffer = ranks.buffers[BAD_RANK]
-    arguments = change(dispatch_arguments(BAD_RANK, buffer))
-    assert_raises(lambda: buffer.dispatch(**arguments), error, ["dispatch: ", *words])
-    assert_usable(ranks)
+    arguments = change(dispatch_arguments(BAD_RANK, ranks.buffers[BAD_RANK]))
+    assert_refused(ranks, "dispatch", arguments, error, words)
 
 
-@pytest.mark.parametrize(("change", "error", "words"), HANDLE_CASES + CACHED_CASES)
+@bad(HANDLE_CASES + CACHED_CASES)
 def test_a_bad_dispatch_with_a_handle_raises_and_sends_nothing(
     ranks: Ranks, change: Change, error: type[Exception], words: list[str]
 ) -> None:
-    buffer = ranks.buffers[BAD_RANK]
-    x = dispatch_arguments(BAD_RANK, buffer)["x"]
     handle = dispatched(ranks)[BAD_RANK][4]
+    x = dispatch_arguments(BAD_RANK, ranks.buffers[BAD_RANK])["x"]
     arguments = change({"x": x, "handle": handle, "config": CONFIG})
-    assert_raises(lambda: buffer.dispatch(**arguments), error, ["dispatch: ", *words])
-    assert_usable(ranks)
+    assert_refused(ranks, "dispatch", arguments, error, words)
 
 
-@pytest.mark.parametrize(("change", "error", "words"), HANDLE_CASES + COMBINE_CASES)
+@bad(HANDLE_CASES + COMBINE_CASES)
 def test_a_bad_combine_raises_and_sends_nothing(
     ranks: Ranks, change: Change, error: type[Exception], words: list[str]
 ) -> None:
-    buffer = ranks.buffers[BAD_RANK]
     arguments = change(combine_arguments(dispatched(ranks)[BAD_RANK]))
-    assert_raises(lambda: buffer.combine(**arguments), error, ["combine: ", *words])
-    assert_usable(ranks)
+    assert_refused(ranks, "combine", arguments, error, words)
 
 
 @reads_values
@@ -348,7 +356,7 @@ def test_a_handle_with_wrong_numbers_is_refused_and_nothing_is_sent(
     x = torch.zeros(len(handle[sources]), HIDDEN, dtype=torch.bfloat16)
     own_local = BAD_RANK % (len(NUM_TOKENS) // num_nodes(ranks))
     for i, item in enumerate(handle):
-        if i == sources or item.dtype == torch.bool:
+        if i == sources:
             continue
         places = list(torch.cartesian_prod(*map(torch.arange, item.shape)).view(-1, item.dim()))
         if item.shape == (4, 4):  # of the prefix matrix the column of this rank
@@ -359,28 +367,13 @@ def test_a_handle_with_wrong_numbers_is_refused_and_nothing_is_sent(
             # Any negative number says that a token is not sent; to whom else it was relayed nobody here knows.
             is_relayed = place[0] >= NUM_TOKENS[BAD_RANK] and place[-1] != own_local
             is_unsent = value < 0 and (kept < 0 or is_relayed)
-            item[place] = value
+            item[place] = ~kept if item.dtype == torch.bool else value
             if not is_unsent:
                 words = ["combine: handle[", "dispatch left something else"]
                 assert_raises(
                     lambda: buffer.combine(x, handle, config=CONFIG), EPArgumentError, words
                 )
             item[place] = kept
-    assert_usable(ranks)
-
-
-@reads_values
-def test_a_mask_that_changed_since_the_dispatch_is_refused(ranks: Ranks) -> None:
-    buffer = ranks.buffers[BAD_RANK]
-    handle = dispatched(ranks)[BAD_RANK][4]
-    mask = handle[4] if len(handle) == 6 else handle[0]
-    x = torch.zeros(NUM_TOKENS[BAD_RANK], HIDDEN, dtype=torch.bfloat16)
-    mask[0, 1] = ~mask[0, 1]
-    assert_raises(
-        lambda: buffer.dispatch(x, handle=handle, config=CONFIG),
-        EPArgumentError,
-        ["handle[", "dispatch left something else there"],
-    )
     assert_usable(ranks)
 
 
@@ -560,14 +553,20 @@ def test_who_comes_after_one_rank_has_given_up_meets_those_that_still_wait(ranks
     assert_usable(ranks)
 
 
-@pytest.mark.usefixtures("like_a_gpu")
-def test_the_handle_of_a_failed_dispatch_is_refused_by_the_kernels(ranks: Ranks) -> None:
+def dispatched_in_vain(ranks: Ranks) -> list[Any]:
+    """What a dispatch returned whose handles it has not filled."""
     results = dispatched(ranks)
     for _, _, _, _, handle, _ in results:
         word = hidden_word(handle[1] if len(handle) == 6 else handle[2])
         assert word is not None
         assert int(word) > 0
         word.zero_()
+    return results
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_the_handle_of_a_failed_dispatch_is_refused_by_the_kernels(ranks: Ranks) -> None:
+    results = dispatched_in_vain(ranks)
     outcomes = ranks.outcomes(
         lambda rank, buffer: buffer.combine(results[rank][0], results[rank][4], config=CONFIG)
     )
@@ -579,10 +578,7 @@ def test_the_handle_of_a_failed_dispatch_is_refused_by_the_kernels(ranks: Ranks)
 
 @reads_values
 def test_the_handle_of_a_failed_dispatch_is_refused(ranks: Ranks) -> None:
-    x, _, _, _, handle, _ = dispatched(ranks)[BAD_RANK]
-    word = hidden_word(handle[1] if len(handle) == 6 else handle[2])
-    assert word is not None
-    word.zero_()
+    x, _, _, _, handle, _ = dispatched_in_vain(ranks)[BAD_RANK]
     buffer = ranks.buffers[BAD_RANK]
     for call in (
         lambda: buffer.combine(x, handle, config=CONFIG),
@@ -641,15 +637,6 @@ def test_a_queue_needs_a_place_for_every_node(monkeypatch: pytest.MonkeyPatch) -
         assert_raises(lambda: buffer.dispatch(**arguments), EPArgumentError, words)
 
 
-def test_a_destroyed_buffer_says_so() -> None:
-    with normal_ranks(1) as ranks:
-        buffer = ranks.buffers[0]
-        ranks.run(lambda _, made: made.destroy())
-        x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-        for call in (lambda: buffer.dispatch(x), lambda: buffer.combine(x, ())):
-            assert_raises(call, EPUsageError, ["destroy() was called"])
-
-
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     """Any configuration that the kernels can follow."""
@@ -676,22 +663,12 @@ def test_the_size_hints_fit_every_call(
     num_scales: int,
 ) -> None:
     num_ranks = num_nodes * ranks_per_node
-    needed = backend.get().binding.normal_bytes(
-        num_ranks=num_ranks,
-        ranks_per_node=ranks_per_node,
-        num_channels=config.num_sms // 2,
-        row_bytes=row_bytes,
-        num_topk=num_topk,
-        num_scales=num_scales,
-        num_max_nvl_chunked_recv_tokens=config.num_max_nvl_chunked_recv_tokens,
-        num_max_rdma_chunked_recv_tokens=config.num_max_rdma_chunked_recv_tokens,
+    needed = normal_checks.num_bytes(
+        backend.get().binding, num_ranks, ranks_per_node, config, row_bytes, num_topk, num_scales
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEEP_EP_RANKS_PER_NODE", str(ranks_per_node))
-        hints = (
-            config.get_nvl_buffer_size_hint(row_bytes, num_ranks),
-            config.get_rdma_buffer_size_hint(row_bytes, num_ranks),
-        )
+        hints = largest_hints((config,), row_bytes, num_ranks)
     assert needed[0] <= hints[0]
     assert needed[1] <= hints[1]
 

@@ -113,14 +113,14 @@ def test_a_gpu_that_cannot_be_used_is_an_error_and_not_taken_for_none(
     assert "DEEP_EP_BACKEND=cpu" in said
 
 
-def test_a_gpu_without_the_module_is_an_error(machine: Machine) -> None:
-    machine.built.remove("deep_ep._cuda")
-    assert "module deep_ep._cuda was not built" in refusal()
-
-
-def test_a_module_that_does_not_load_is_an_error_where_there_is_a_gpu(machine: Machine) -> None:
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_module_that_does_not_load_is_an_error_where_there_is_a_gpu(
+    machine: Machine, is_built: bool
+) -> None:
     machine.monkeypatch.setitem(sys.modules, "deep_ep._cuda", None)
-    assert "module deep_ep._cuda does not load" in refusal()
+    if not is_built:
+        machine.built.remove("deep_ep._cuda")
+    assert f"deep_ep._cuda {'does not load' if is_built else 'was not built'}" in refusal()
     machine.gpus(torch_sees=0, module_finds=0)
     assert backend.get().name == "cpu"
 
@@ -131,11 +131,6 @@ def test_a_device_that_may_not_be_opened_is_named(machine: Machine) -> None:
     machine.monkeypatch.setattr(backend.glob, "glob", lambda pattern: files)
     machine.monkeypatch.setattr(backend.os, "access", lambda path, mode: path != "/dev/nvidia1")
     assert "this process may not open /dev/nvidia1; give it the permission" in refusal()
-
-
-def test_where_a_gpu_is_found_nobody_looks_for_its_files(machine: Machine) -> None:
-    machine.monkeypatch.setattr(backend.glob, "glob", lambda pattern: pytest.fail("looked"))
-    assert backend.get().name == "cuda"
 
 
 @pytest.mark.parametrize("torch_sees", [0, 1])
@@ -165,10 +160,6 @@ class Runtime:
 
     def set_launch_shape(self, *, blocks: int, warps: int) -> None:
         self.shape = (blocks, warps)
-
-
-class CpuRuntime(Runtime):
-    """The same of the cpu backend."""
 
     def set_schedule(self, *, policy: str, seed: int) -> None:
         self.schedule = (policy, seed)
@@ -212,25 +203,23 @@ def test_the_launch_shape_that_errors_advise_is_read_on_the_gpu(machine: Machine
         create(machine, needs_rdma=False)
 
 
-def test_rows_are_moved_by_bulk_copies_on_the_gpu_unless_that_is_switched_off(
-    machine: Machine,
+@pytest.mark.parametrize(
+    ("option", "usual", "variable"),
+    [("bulk_copies", True, "BULK_COPIES"), ("clock_interval_ns", 20_000_000_000, "CLOCK_INTERVAL_S")],
+)  # fmt: skip
+def test_on_the_gpu_rows_are_copied_in_bulk_and_clocks_are_measured_unless_that_is_switched_off(
+    machine: Machine, option: str, usual: int, variable: str
 ) -> None:
-    assert create(machine, needs_rdma=False).options["bulk_copies"] is True
-    machine.monkeypatch.setenv("DEEP_EP_BULK_COPIES", "0")
-    assert create(machine, needs_rdma=False).options["bulk_copies"] is False
-
-
-def test_clocks_are_measured_on_the_gpu_every_20_s_unless_that_is_changed(machine: Machine) -> None:
-    assert create(machine, needs_rdma=False).options["clock_interval_ns"] == 20_000_000_000
-    machine.monkeypatch.setenv("DEEP_EP_CLOCK_INTERVAL_S", "0")
-    assert create(machine, needs_rdma=False).options["clock_interval_ns"] == 0
+    assert create(machine, needs_rdma=False).options[option] == usual
+    machine.monkeypatch.setenv(f"DEEP_EP_{variable}", "0")
+    assert create(machine, needs_rdma=False).options[option] == 0
 
 
 def test_the_cpu_moves_rows_without_bulk_copies_and_measures_no_clocks_unless_asked_to(
     machine: Machine,
 ) -> None:
     machine.monkeypatch.setenv("DEEP_EP_BACKEND", "cpu")
-    machine.monkeypatch.setattr(backend.get().binding, "Runtime", CpuRuntime)
+    machine.monkeypatch.setattr(backend.get().binding, "Runtime", Runtime)
     machine.monkeypatch.setenv("DEEP_EP_SCHEDULE", "random:7")
     made = create(machine)
     assert (made.options["bulk_copies"], made.options["clock_interval_ns"]) == (False, 0)

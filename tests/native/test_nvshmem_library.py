@@ -50,17 +50,17 @@ def run(code: str, **env: str) -> str:
     return result.stdout
 
 
-def conflict_with(loaded: Path) -> str:
-    """What a process that has loaded this library says."""
-    code = f"ctypes.CDLL({str(loaded)!r})\nprint(nvshmem.conflict(nvshmem.in_process(), ours, 13))"
-    return run(code)
+def conflict_with(folder: Path, version: str) -> tuple[Path, str]:
+    """A library of that version, and what a process says that has loaded it."""
+    there = library(folder / "of torch", version)
+    code = f"ctypes.CDLL({str(there)!r})\nprint(nvshmem.conflict(nvshmem.in_process(), ours, 13))"
+    return there, run(code)
 
 
 def test_an_older_library_in_the_process_is_named_with_both_versions_and_files_and_the_repair(
     tmp_path: Path,
 ) -> None:
-    old = library(tmp_path / "of torch", "3.4.5")
-    said = conflict_with(old)
+    old, said = conflict_with(tmp_path, "3.4.5")
     assert f"NVSHMEM 3.4.5 ({old})" in said
     assert "NVSHMEM 3.8.0 (/ours/libnvshmem_host.so.3)" in said
     assert "pip install --no-deps nvidia-nvshmem-cu13==3.8.0" in said
@@ -75,23 +75,18 @@ def test_an_older_library_in_the_process_is_named_with_both_versions_and_files_a
 def test_libraries_of_the_same_major_version_that_are_not_older_serve(
     tmp_path: Path, version: str, serves: bool
 ) -> None:
-    there = library(tmp_path / "there", version)
-    said = conflict_with(there)
+    _, said = conflict_with(tmp_path, version)
     assert (said == "None\n") == serves
-
-
-def test_looking_loads_nothing(tmp_path: Path) -> None:
-    there = library(tmp_path / "there", "3.4.5")
-    assert run("print(nvshmem.in_process())", LD_LIBRARY_PATH=str(there.parent)) == "None\n"
 
 
 def test_what_the_loader_finds_is_named_once_the_module_did_not_load(tmp_path: Path) -> None:
     there = library(tmp_path / "there", "3.4.5")
+    # To look is not to load.
+    assert run("print(nvshmem.in_process())", LD_LIBRARY_PATH=str(there.parent)) == "None\n"
     code = "print(nvshmem.conflict(nvshmem.on_path(), ours, 13))"
     assert f"NVSHMEM 3.4.5 ({there})" in run(code, LD_LIBRARY_PATH=str(there.parent))
 
 
 def test_a_library_without_a_version_does_not_serve(tmp_path: Path) -> None:
-    there = library(tmp_path / "there", "")
-    said = conflict_with(there)
+    there, said = conflict_with(tmp_path, "")
     assert f"NVSHMEM of an unknown version ({there})" in said
