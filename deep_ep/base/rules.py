@@ -230,13 +230,9 @@ VALUES = {
     "expert. Name an expert once per token, or raise num_max_dispatch_tokens_per_rank on all ranks.",
     "buffer_size": "this call needs {needed} bytes. "
     "Build the Buffer with num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint({arguments}).",
-    "round_scale": "use_ue8m0 requires round_scale=True. Pass round_scale=True as well.",
-    "ue8m0_without_fp8": "scales exist only with use_fp8=True. "
-    "Pass use_fp8=True, or drop round_scale and use_ue8m0.",
-    "async_and_hook": "only one of async_finish and return_recv_hook is allowed. "
-    "With a hook the receive phase is ordered by calling it; pass async_finish=False.",
-    "logfmt_and_zero_copy": "only one of use_logfmt and zero_copy is allowed. "
-    "Pass use_logfmt=False: zero_copy sends the rows as they lie in the buffer.",
+    "ue8m0": "it is a format of the scales of use_fp8=True, with round_scale=True. "
+    "Pass both as well, or leave use_ue8m0 out.",
+    "exclusive": "only one of the two is allowed. Pass {name}=False.",
     "handle": f"it must be the 5-tuple that low_latency_dispatch returned. {_HANDLE_FIX}",
     "handle_copy": "it must be the very tensor that dispatch returned. "
     "Keep the handle as it is; do not clone, move or convert its tensors.",
@@ -308,12 +304,11 @@ VALUES = {
     "elastic_handle": "it must be an EPHandle. Pass what dispatch of this buffer returned as its fourth value.",
     "elastic_handle_sync": "with a handle the number of rows is known. Pass do_cpu_sync=None or False.",
     "elastic_handle_value": "the dispatch of the handle had {expected}. Leave it out, or pass that.",
-    "elastic_padding": "only expanded rows have padding. Pass do_expand=True, or leave do_zero_padding out.",
     "order": "the handle's dispatch had {num_rows} such rows. Leave the handle as dispatch returned it.",
     "elastic_weights": "of {layout} rows they have {dimensions}. Pass weights in the layout of the handle's dispatch.",
     "elastic_rows": "this rank received rows up to number {needed}. "
     "Pass one row per row that the dispatch returned, in their places.",
-    "elastic_capacity_layout": "only expanded rows lie by expert. Pass do_expand=True, or leave it out.",
+    "elastic_compact": "only expanded rows lie by expert, with padding. Pass do_expand=True, or leave it out.",
     "elastic_capacity_least": "without do_cpu_sync it must be at least {needed}, the most that can come. "
     "Pass that, or do_cpu_sync=True.",
     "elastic_capacity": "all rows of an expert must fit. Pass a larger expert_capacity on all ranks, at most the group "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from deep_ep.base.rules import fail
 from deep_ep.base.topology import Topology
@@ -23,28 +23,6 @@ _OF_HANDLE = (
 )
 
 
-class Dispatch(NamedTuple):
-    """What a dispatch without a handle is of, checked.
-
-    Attributes:
-        num_topk: picks of a token.
-        num_experts: in total.
-        most_tokens: that a rank may have.
-        alignment: of the rows of an expert.
-        waits: whether the host waits for the number of rows.
-        expands: whether rows are one for each pick.
-        capacity: rows that each expert has room for; `None`: as many as it receives.
-    """
-
-    num_topk: int
-    num_experts: int
-    most_tokens: int
-    alignment: int
-    waits: bool
-    expands: bool
-    capacity: int | None
-
-
 def streams(call: ElasticCall) -> tuple[EventHandle | None, EventHandle | None]:
     """The events that a call waits for, before it and before its last, local part."""
     checks.flags_of(call)
@@ -61,39 +39,38 @@ def num_sms(call: ElasticCall, most: int) -> int:
     return max(2, min(asked, most) // 2 * 2)
 
 
-def fresh_dispatch(call: ElasticDispatch, limits: Limits, most_tokens: int) -> Dispatch:
-    """Checks a dispatch without a handle.
+def fresh_dispatch(call: ElasticDispatch, limits: Limits, most_tokens: int) -> None:
+    """Checks a dispatch without a handle, and puts what stands for `None` in its place.
 
     A rank may have `most_tokens` where the call does not say; 0: nobody has said.
     """
+    call.do_expand = bool(call.do_expand)
+    call.do_cpu_sync = True if call.do_cpu_sync is None else bool(call.do_cpu_sync)
+    if call.expert_alignment is None:
+        call.expert_alignment = 1
+    if call.num_max_tokens_per_rank is None:
+        call.num_max_tokens_per_rank = most_tokens
     where = call.name
-    _refuse_padding(call, bool(call.do_expand))
+    _refuse_padding(call, call.do_expand)
     needed = {"topk_idx": "the experts of each token", "num_experts": "the number of all experts"}
     for name, what in needed.items():
         if getattr(call, name) is None:
             fail(where, f"{name} is None", "no_handle", EPUsageError, what=what)
-    num_experts = checks.positive_int(where, "num_experts", call.num_experts)
-    got = f"num_experts is {num_experts}"
-    checks.num_experts(where, got, num_experts, limits.num_ranks, limits.binding)
-    tensors = Tensors(call, limits, num_local_experts=num_experts // limits.num_ranks)
+    call.num_experts = checks.positive_int(where, "num_experts", call.num_experts)
+    got = f"num_experts is {call.num_experts}"
+    checks.num_experts(where, got, call.num_experts, limits.num_ranks, limits.binding)
+    tensors = Tensors(call, limits, num_local_experts=call.num_experts // limits.num_ranks)
     _rows(call, tensors)
     tensors.check()
-    checks.expert_indices(where, call.topk_idx, num_experts)
-    given = call.num_max_tokens_per_rank
-    most = most_tokens if given is None else given
-    most = checks.not_negative_int(where, "num_max_tokens_per_rank", most)
+    checks.expert_indices(where, call.topk_idx, call.num_experts)
+    name = "num_max_tokens_per_rank"
+    most = checks.not_negative_int(where, name, call.num_max_tokens_per_rank)
     if call.x.shape[0] > most:
-        got, name = f"x has {call.x.shape[0]} rows", "num_max_tokens_per_rank"
-        fail(where, got, "num_tokens", name=name, maximum=most)
-    alignment = 1 if call.expert_alignment is None else call.expert_alignment
-    waits = True if call.do_cpu_sync is None else bool(call.do_cpu_sync)
-    return Dispatch(
-        *(call.topk_idx.shape[1], num_experts, most),
-        checks.positive_int(where, "expert_alignment", alignment),
-        waits,
-        bool(call.do_expand),
-        _capacity(call, waits, limits.num_ranks * most),
-    )
+        fail(where, f"x has {call.x.shape[0]} rows", "num_tokens", name=name, maximum=most)
+    call.num_max_tokens_per_rank = most
+    call.expert_alignment = checks.positive_int(where, "expert_alignment", call.expert_alignment)
+    if call.expert_capacity is not None:
+        call.expert_capacity = _capacity(call, limits.num_ranks * most)
 
 
 def cached_dispatch(call: ElasticDispatch, limits: Limits, handle: Any) -> None:
@@ -175,15 +152,13 @@ def _event(call: ElasticCall, name: str) -> EventHandle | None:
     return event
 
 
-def _capacity(call: ElasticDispatch, waits: bool, most_rows: int) -> int | None:
+def _capacity(call: ElasticDispatch, most_rows: int) -> int:
     """Rows that each expert has room for. Where the host does not wait, nobody could say that they are too few."""
-    if call.expert_capacity is None:
-        return None
     capacity = checks.positive_int(call.name, "expert_capacity", call.expert_capacity)
     got = f"expert_capacity is {capacity}"
     if not call.do_expand:
-        fail(call.name, f"{got} and do_expand is False", "elastic_capacity_layout", EPUsageError)
-    if not waits and capacity < most_rows:
+        fail(call.name, f"{got} and do_expand is False", "elastic_compact", EPUsageError)
+    if not call.do_cpu_sync and capacity < most_rows:
         fail(call.name, got, "elastic_capacity_least", needed=most_rows)
     return capacity
 
@@ -199,7 +174,7 @@ def capacity_suffices(call: ElasticDispatch, capacity: int, per_expert: list[int
 def _refuse_padding(call: ElasticDispatch, expands: bool) -> None:
     if call.do_zero_padding and not expands:
         got = "do_zero_padding is True and do_expand is False"
-        fail(call.name, got, "elastic_padding", EPUsageError)
+        fail(call.name, got, "elastic_compact", EPUsageError)
 
 
 def _rows(call: ElasticDispatch, tensors: Tensors) -> None:

@@ -12,7 +12,7 @@ import torch
 from deep_ep.base.rules import fail
 from deep_ep.base.topology import Topology
 from deep_ep.errors import EPUsageError
-from deep_ep.types.handles import NormalHandle, SeveralNodesHandle, hidden_word
+from deep_ep.types.handles import NormalHandle, SeveralNodesHandle, hidden_word, name_of
 
 Tensor = torch.Tensor
 
@@ -49,7 +49,7 @@ class _Values:
         place = (~is_right).nonzero()[0].tolist()
         value = int(given[tuple(place)])
         place[0] += row
-        got = f"{self._handle.name_of(field)}{place} is {value}"
+        got = f"{name_of(self._handle, field)}{place} is {value}"
         fail(self._call, got, "normal_handle_values")
 
     def same(self, field: str, wanted: Tensor) -> None:

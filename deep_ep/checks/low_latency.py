@@ -82,10 +82,9 @@ def dispatch(limits: Limits, call: LowLatencyDispatch) -> LowLatencyShape:
     tensors.dimensions["num_local_experts"] = shape.num_local_experts
     tensors.check()
     _topk(call, shape, limits)
-    if call.use_ue8m0 and not call.round_scale:
-        fail(DISPATCH, "use_ue8m0 is True and round_scale False", "round_scale")
-    if call.use_ue8m0 and not call.use_fp8:
-        fail(DISPATCH, "use_ue8m0 is True and use_fp8 False", "ue8m0_without_fp8")
+    if call.use_ue8m0 and not (call.use_fp8 and call.round_scale):
+        got = f"use_ue8m0 is True, use_fp8 {call.use_fp8} and round_scale {call.round_scale}"
+        fail(DISPATCH, got, "ue8m0")
     _finish(call, sizes, limits)
     if call.use_fp8:
         _say_what_consumers_refuse(shape.num_recv_rows, sizes.hidden, call.use_ue8m0)
@@ -131,7 +130,7 @@ def combine(limits: Limits, call: LowLatencyCombine) -> LowLatencyShape:
     shape = LowLatencyShape(sizes, num_tokens, num_topk, num_ranks)
     _topk(call, shape, limits)
     if call.use_logfmt and call.zero_copy:
-        fail(COMBINE, "use_logfmt and zero_copy are both True", "logfmt_and_zero_copy")
+        fail(COMBINE, "use_logfmt and zero_copy are both True", "exclusive", name="use_logfmt")
     _finish(call, sizes, limits)
     return shape
 
@@ -212,7 +211,8 @@ def _topk(call: BufferCall, shape: LowLatencyShape, limits: Limits) -> None:
 
 def _finish(call: BufferCall, sizes: LowLatencySizes, limits: Limits) -> None:
     if call.async_finish and call.return_recv_hook:
-        fail(call.name, "async_finish and return_recv_hook are both True", "async_and_hook")
+        got = "async_finish and return_recv_hook are both True"
+        fail(call.name, got, "exclusive", name="async_finish")
     buffer_size(call.name, sizes, limits)
 
 

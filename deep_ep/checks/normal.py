@@ -18,7 +18,13 @@ from deep_ep.checks.arguments import Limits, Tensors
 from deep_ep.errors import EPTypeError, EPUnsupportedError, EPUsageError
 from deep_ep.native.backend import Binding
 from deep_ep.types.config import Config
-from deep_ep.types.handles import NormalHandle, OneNodeHandle, SeveralNodesHandle, hidden_word
+from deep_ep.types.handles import (
+    NormalHandle,
+    OneNodeHandle,
+    SeveralNodesHandle,
+    hidden_word,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from deep_ep.checks.calls import ElasticDispatch, NormalCombine, NormalDispatch, StreamCall
@@ -301,9 +307,9 @@ def _handle(tensors: Tensors, call: StreamCall, place: Topology) -> NormalHandle
         tensors.check_rule(rule, item)
     given = kind(*handle)
     if given.num_relay_rows < 0:
-        got = f"{given.name_of('nvl_head')} has {given.nvl_head.shape[0]} rows"
+        got = f"{name_of(given, 'nvl_head')} has {given.nvl_head.shape[0]} rows"
         fail(call.name, got, "normal_handle_values")
     if hidden_word(given.channel_prefix) is None:
-        got = f"{given.name_of('channel_prefix')} is a copy"
+        got = f"{name_of(given, 'channel_prefix')} is a copy"
         fail(call.name, got, "handle_copy")
     return given

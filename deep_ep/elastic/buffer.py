@@ -385,8 +385,8 @@ class ElasticBuffer:
         limits = self.communicator.limits
         previous, before_epilogue = elastic_checks.streams(call)
         if handle is None:
-            of = elastic_checks.fresh_dispatch(call, limits, self.num_max_tokens_per_rank)
-            num_topk = of.num_topk
+            elastic_checks.fresh_dispatch(call, limits, self.num_max_tokens_per_rank)
+            num_topk = call.topk_idx.shape[1]
         else:
             elastic_checks.handle_of(call, handle, EPHandle, self.buffer.number)
             elastic_checks.cached_dispatch(call, limits, handle)
@@ -401,7 +401,7 @@ class ElasticBuffer:
             inputs = call.x, call.x_scales, topk_idx, topk_weights, stats
             with streams.running(inputs, handle):
                 if handle is None:
-                    outputs, handle = dispatching.fresh(self._setting, call, of, config, streams)
+                    outputs, handle = dispatching.fresh(self._setting, call, config, streams)
                 else:
                     outputs = dispatching.cached(self._setting, call, handle, config, streams)
             event = streams.finish(*outputs, *handle.tensors())

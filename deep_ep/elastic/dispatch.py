@@ -22,7 +22,6 @@ from deep_ep.types.handles import NormalHandle
 if TYPE_CHECKING:
     from deep_ep.buffer import Buffer
     from deep_ep.checks.calls import ElasticDispatch
-    from deep_ep.checks.elastic import Dispatch
     from deep_ep.elastic.streams import CallStreams
     from deep_ep.ops.normal import Received
     from deep_ep.types.config import Config
@@ -66,27 +65,26 @@ class Outputs(NamedTuple):
 
 
 def fresh(
-    setting: Setting, call: ElasticDispatch, of: Dispatch, config: Config, streams: CallStreams
+    setting: Setting, call: ElasticDispatch, config: Config, streams: CallStreams
 ) -> tuple[Outputs, EPHandle]:
     """A dispatch without a handle, within its streams."""
-    assert call.topk_idx is not None
     topk_idx = call.topk_idx
     weights = call.topk_weights
     if weights is None:
         weights = topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32)
-    worst = 0 if of.waits else setting.buffer.group_size * of.most_tokens
+    worst = 0 if call.do_cpu_sync else setting.buffer.group_size * call.num_max_tokens_per_rank
     received, per_expert, way = _dispatch(
-        setting, call, topk_idx, weights, _sent(call.x, call.x_scales), of, config, worst
+        setting, call, topk_idx, weights, _sent(call.x, call.x_scales), config, worst
     )
     back = None
-    if setting.returns_units(of.expands):
-        back = _way_back(setting, call, topk_idx, of, config)
-    if of.capacity is not None and of.waits:
-        elastic_checks.capacity_suffices(call, of.capacity, per_expert)
+    if setting.returns_units(call.do_expand):
+        back = _way_back(setting, call, topk_idx, config)
+    if call.expert_capacity is not None and call.do_cpu_sync:
+        elastic_checks.capacity_suffices(call, call.expert_capacity, per_expert)
     streams.begin_epilogue()
     communicator = setting.buffer.communicator
     with parts.measured(communicator, "permute"):
-        handle = _new_handle(setting, call, of, config, received, per_expert, way, back)
+        handle = _new_handle(setting, call, config, received, per_expert, way, back)
         if call.cumulative_local_expert_recv_stats is not None:
             call.cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
         recv_x, recv_scales = _as_sent(call.x, received)
@@ -136,13 +134,12 @@ def _dispatch(
     topk_idx: Tensor,
     topk_weights: Tensor,
     x: Tensor | tuple[Tensor, Tensor],
-    of: Dispatch,
     config: Config,
     worst: int,
 ) -> tuple[Received, list[int], NormalHandle]:
     """Layout and normal dispatch of rows by the experts of their tokens."""
     communicator = setting.buffer.communicator
-    counted = DispatchLayout.of(topk_idx=topk_idx, num_experts=of.num_experts)
+    counted = DispatchLayout.of(topk_idx=topk_idx, num_experts=call.num_experts)
     per_rank, per_node, per_expert, in_rank, _ = layout.dispatch_layout(communicator, counted)
     routed = NormalDispatch.of(
         x=x,
@@ -159,26 +156,24 @@ def _dispatch(
         dispatch_wait_recv_cost_stats=call.dispatch_wait_recv_cost_stats,
     )
     received, counts, way, _ = setting.buffer.normal.dispatch(
-        routed, most_tokens=of.most_tokens, keeps_experts=setting.sums_by_domain
+        routed, most_tokens=call.num_max_tokens_per_rank, keeps_experts=setting.sums_by_domain
     )
     return received, counts, way
 
 
-def _way_back(
-    setting: Setting, call: ElasticDispatch, topk_idx: Tensor, of: Dispatch, config: Config
-) -> Return:
+def _way_back(setting: Setting, call: ElasticDispatch, topk_idx: Tensor, config: Config) -> Return:
     """Tells the ranks which units they will send back, in rows of the least size, and keeps the handle."""
     num_ranks = setting.buffer.group_size
-    num_local = of.num_experts // num_ranks
-    goes_by_pick = of.expands and not setting.reduces_early
+    num_local = call.num_experts // num_ranks
+    goes_by_pick = call.do_expand and not setting.reduces_early
     owner = torch.div(topk_idx, num_local, rounding_mode="floor")
     is_unit = topk_idx >= 0 if goes_by_pick else rows_by.is_last(owner)
     units = torch.where(is_unit, topk_idx, -1).view(-1, 1)
     rows = torch.zeros((len(units), VECTOR_BYTES), dtype=torch.uint8, device=units.device)
-    most_units = min(of.num_topk, num_local) if goes_by_pick else 1
-    worst = 0 if of.waits else num_ranks * of.most_tokens * most_units
+    most_units = min(topk_idx.shape[1], num_local) if goes_by_pick else 1
+    worst = 0 if call.do_cpu_sync else num_ranks * call.num_max_tokens_per_rank * most_units
     weights = torch.zeros_like(units, dtype=torch.float32)
-    _, _, way = _dispatch(setting, call, units, weights, rows, of, config, worst)
+    _, _, way = _dispatch(setting, call, units, weights, rows, config, worst)
     return Return(way, None, is_unit)
 
 
@@ -198,7 +193,6 @@ def _as_sent(x: Tensor, received: Received) -> tuple[Tensor, Tensor | None]:
 def _new_handle(
     setting: Setting,
     call: ElasticDispatch,
-    of: Dispatch,
     config: Config,
     received: Received,
     per_expert: list[int],
@@ -206,30 +200,31 @@ def _new_handle(
     back: Return | None,
 ) -> EPHandle:
     buffer = setting.buffer
-    num_ranks, num_local = buffer.group_size, of.num_experts // buffer.group_size
+    num_local, alignment = call.num_experts // buffer.group_size, call.expert_alignment
     recv_topk_idx = received.recv_topk_idx
     assert recv_topk_idx is not None
-    assert call.topk_idx is not None
     prefix = way.source_prefix(buffer.rank)
     slots = None
-    if of.expands:
-        slots, picks, ends = rows_by.by_expert(recv_topk_idx, num_local, of.alignment, of.capacity)
+    if call.do_expand:
+        slots, picks, ends = rows_by.by_expert(
+            recv_topk_idx, num_local, alignment, call.expert_capacity
+        )
     else:
         picks = rows_by.picks_per_expert(recv_topk_idx, num_local)
-        ends = rows_by.aligned_ends(picks, of.alignment)
+        ends = rows_by.aligned_ends(picks, alignment)
     if back is not None and slots is not None and not setting.reduces_early:
         back.sources = rows_by.of_units(slots.long(), slots, back.handle.num_rows)
-    padded = [-(-rows // of.alignment) * of.alignment for rows in per_expert]
+    padded = [-(-rows // alignment) * alignment for rows in per_expert]
     return EPHandle(
-        do_expand=of.expands,
-        num_experts=of.num_experts,
-        expert_alignment=of.alignment,
-        expert_capacity=of.capacity,
-        num_max_tokens_per_rank=of.most_tokens,
+        do_expand=call.do_expand,
+        num_experts=call.num_experts,
+        expert_alignment=alignment,
+        expert_capacity=call.expert_capacity,
+        num_max_tokens_per_rank=call.num_max_tokens_per_rank,
         num_sms=config.num_sms,
         topk_idx=call.topk_idx.clone() if call.do_handle_copy else call.topk_idx,
         num_recv_tokens=len(recv_topk_idx),
-        num_expanded_tokens=_num_expanded(of, num_ranks, num_local, padded),
+        num_expanded_tokens=_num_expanded(call, buffer.group_size, num_local, padded),
         num_recv_tokens_per_expert_list=padded,
         psum_num_recv_tokens_per_scaleup_rank=rows_by.by_place(prefix, setting.num_domains),
         psum_num_recv_tokens_per_expert=ends,
@@ -244,14 +239,17 @@ def _new_handle(
     )
 
 
-def _num_expanded(of: Dispatch, num_ranks: int, num_local: int, padded: list[int]) -> int:
+def _num_expanded(call: ElasticDispatch, num_ranks: int, num_local: int, padded: list[int]) -> int:
     """Rows in expanded layout, as many as there can be where the host does not know how many come."""
-    if of.capacity is not None:
-        return of.capacity * num_local
-    if of.waits:
+    if call.expert_capacity is not None:
+        return int(call.expert_capacity) * num_local
+    if call.do_cpu_sync:
         return sum(padded)
-    most_picks = num_ranks * of.most_tokens * min(of.num_topk, num_local)
-    return -(-(most_picks + (of.alignment - 1) * num_local) // of.alignment) * of.alignment
+    alignment: int = call.expert_alignment
+    most_picks: int = (
+        num_ranks * call.num_max_tokens_per_rank * min(call.topk_idx.shape[1], num_local)
+    )
+    return -(-(most_picks + (alignment - 1) * num_local) // alignment) * alignment
 
 
 def _laid_out(

@@ -60,10 +60,6 @@ class OneNodeHandle(NamedTuple):
         """Received rows that it has room for."""
         return self.recv_src_idx.shape[0]
 
-    def name_of(self, field: str) -> str:
-        """`handle[1]`: what a caller calls it."""
-        return f"handle[{self._fields.index(field)}]"
-
     def with_rows(self, num_rows: Any, num_sent: Any, empty: Empty) -> OneNodeHandle:
         """The same with memory for so many received rows."""
         return self._replace(recv_src_idx=empty((num_rows,), torch.int32))
@@ -132,10 +128,6 @@ class SeveralNodesHandle(NamedTuple):
         """Received rows that it has room for."""
         return self.recv_src_meta.shape[0]
 
-    def name_of(self, field: str) -> str:
-        """`handle[1]`: what a caller calls it."""
-        return f"handle[{self._fields.index(field)}]"
-
     def with_rows(self, num_rows: Any, num_sent: Any, empty: Empty) -> SeveralNodesHandle:
         """The same with memory for so many received rows, and for the heads of what is sent and relayed."""
         nvl_head = empty((num_sent, self.nvl_head.shape[1]), torch.int32).fill_(-1)
@@ -173,6 +165,12 @@ class SeveralNodesHandle(NamedTuple):
 
 
 NormalHandle = Union[OneNodeHandle, SeveralNodesHandle]
+
+
+def name_of(handle: NormalHandle, field: str) -> str:
+    """`handle[1]`: what a caller calls it."""
+    return f"handle[{handle._fields.index(field)}]"
+
 
 _WORD = torch.int64.itemsize
 # What the native calls take of several nodes alone; 0 on one.
