@@ -103,20 +103,7 @@ class Config:
         """Bytes of RDMA buffer with which every normal call with this configuration fits; 0 on one node.
 
         Unless DEEP_EP_RANKS_PER_NODE says how many ranks a node has, it is enough for 8, and for as many
-        as the launcher put on this host (LOCAL_WORLD_SIZE).
-
-        Args:
-            hidden_bytes: bytes of one row, at the larger of its size in dispatch and combine.
-            num_ranks: size of the group.
-
-        Returns:
-            A multiple of 128.
-
-        Raises:
-            EPArgumentError: a value below 1, or odd `num_sms` with more than one node.
-
-        Source: DeepEP's formula, so that numbers can be compared.
-        Compatibility: any group size is accepted.
+        as the launcher put on this host (LOCAL_WORLD_SIZE). All else is as of `get_nvl_buffer_size_hint`.
         """
         num_nodes = max(nodes for _, nodes in self._topologies(hidden_bytes, num_ranks))
         if num_nodes == 1:
@@ -147,14 +134,11 @@ class Config:
 
 def largest_hints(configs: Iterable[Config], hidden_bytes: int, num_ranks: int) -> tuple[int, int]:
     """Bytes of NVLink and of RDMA buffer with which calls with any of these configurations fit."""
-    hints = [
-        (
-            config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks),
-            config.get_rdma_buffer_size_hint(hidden_bytes, num_ranks),
-        )
-        for config in configs
-    ]
-    return max(nvl for nvl, _ in hints), max(rdma for _, rdma in hints)
+    given, sizes = [*configs], (hidden_bytes, num_ranks)
+    return (
+        max(config.get_nvl_buffer_size_hint(*sizes) for config in given),
+        max(config.get_rdma_buffer_size_hint(*sizes) for config in given),
+    )
 
 
 def _round_up(value: int, multiple: int) -> int:

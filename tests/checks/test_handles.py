@@ -395,9 +395,10 @@ def test_a_hook_that_is_never_called_does_not_lock_the_buffer(loses: bool) -> No
     on_all_ranks(run)
 
 
-@pytest.mark.parametrize("hooks_of_combine", [False, True])
-def test_two_batches_overlap_and_each_hook_has_its_own_rows(hooks_of_combine: bool) -> None:
+@pytest.mark.parametrize("way", ["combines", "combines with hooks", "a combine in between"])
+def test_two_batches_overlap_and_each_hook_has_its_own_rows(way: str) -> None:
     """Both dispatches are open at once; some ranks call the hooks in order, others in reverse."""
+    in_between, hooks_of_combine = way == "a combine in between", way == "combines with hooks"
     batches = [make_inputs(replace(SHAPE, seed=seed)) for seed in (1, 2)]
 
     def in_turn(rank: int, buffer: deep_ep.Buffer) -> list[torch.Tensor]:
@@ -407,12 +408,14 @@ def test_two_batches_overlap_and_each_hook_has_its_own_rows(hooks_of_combine: bo
 
     def overlapped(rank: int, buffer: deep_ep.Buffer) -> list[torch.Tensor]:
         begun = [begin_dispatch(buffer, batch[rank], SHAPE, Mode(hook=True)) for batch in batches]
-        for _, _, hook in begun if rank % 2 else reversed(begun):
+        for _, _, hook in [] if in_between else begun if rank % 2 else reversed(begun):
             hook()
-        combined = [
-            send_back(buffer, batch[rank], received, return_recv_hook=hooks_of_combine)
-            for batch, (received, _, _) in zip(batches, begun)
-        ]
+        combined = []
+        for batch, (received, _, hook) in zip(batches, begun):
+            if in_between:
+                hook()
+            returns = send_back(buffer, batch[rank], received, return_recv_hook=hooks_of_combine)
+            combined.append(returns)
         for _, _, hook in combined if hooks_of_combine else []:
             hook()
         return [out.cpu() for out, _, _ in combined]
@@ -442,19 +445,6 @@ def test_rows_without_copy_may_be_written_while_the_combine_of_the_other_batch_i
             following.fill_(torch.nan)
             hook()
             assert torch.equal(copied, out)
-
-    on_all_ranks(run, go_on=False)
-
-
-def test_a_combine_may_come_while_the_other_batch_is_open() -> None:
-    def run(rank: int, buffer: deep_ep.Buffer) -> None:
-        first, second = (
-            begin_dispatch(buffer, INPUTS[rank], SHAPE, Mode(hook=True)) for _ in range(2)
-        )
-        first[2]()
-        one = send_back(buffer, INPUTS[rank], first[0])[0]
-        second[2]()
-        assert torch.equal(one, send_back(buffer, INPUTS[rank], second[0])[0])
 
     on_all_ranks(run, go_on=False)
 
