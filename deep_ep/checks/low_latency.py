@@ -81,11 +81,10 @@ def dispatch(limits: Limits, call: LowLatencyDispatch) -> LowLatencyShape:
     shape = LowLatencyShape(sizes, x.shape[0], topk_idx.shape[1], limits.num_ranks)
     tensors.dimensions["num_local_experts"] = shape.num_local_experts
     tensors.check()
-    _topk(call, shape, limits)
     if call.use_ue8m0 and not (call.use_fp8 and call.round_scale):
         got = f"use_ue8m0 is True, use_fp8 {call.use_fp8} and round_scale {call.round_scale}"
         fail(DISPATCH, got, "ue8m0")
-    _finish(call, sizes, limits)
+    _finish(call, shape, limits)
     if call.use_fp8:
         _say_what_consumers_refuse(shape.num_recv_rows, sizes.hidden, call.use_ue8m0)
     return shape
@@ -128,10 +127,9 @@ def combine(limits: Limits, call: LowLatencyCombine) -> LowLatencyShape:
     tensors.check()
     num_tokens, num_topk = call.topk_idx.shape
     shape = LowLatencyShape(sizes, num_tokens, num_topk, num_ranks)
-    _topk(call, shape, limits)
     if call.use_logfmt and call.zero_copy:
         fail(COMBINE, "use_logfmt and zero_copy are both True", "exclusive", name="use_logfmt")
-    _finish(call, sizes, limits)
+    _finish(call, shape, limits)
     return shape
 
 
@@ -199,7 +197,8 @@ def buffer_size(call: str, sizes: LowLatencySizes, limits: Limits) -> None:
         fail(call, got, "buffer_size", needed=needed, arguments=arguments)
 
 
-def _topk(call: BufferCall, shape: LowLatencyShape, limits: Limits) -> None:
+def _finish(call: BufferCall, shape: LowLatencyShape, limits: Limits) -> None:
+    """Whether kernels take so many entries and tokens, the caller can know when they are done, and there is room."""
     most = limits.binding.MAX_TOPK
     if not 0 < shape.num_topk <= most:
         fail(call.name, f"topk_idx has shape {list(call.topk_idx.shape)}", "topk", maximum=most)
@@ -207,13 +206,10 @@ def _topk(call: BufferCall, shape: LowLatencyShape, limits: Limits) -> None:
     if shape.num_tokens > maximum:
         got, name = f"there are {shape.num_tokens} tokens", "num_max_dispatch_tokens_per_rank"
         fail(call.name, got, "num_tokens", name=name, maximum=maximum)
-
-
-def _finish(call: BufferCall, sizes: LowLatencySizes, limits: Limits) -> None:
     if call.async_finish and call.return_recv_hook:
         got = "async_finish and return_recv_hook are both True"
         fail(call.name, got, "exclusive", name="async_finish")
-    buffer_size(call.name, sizes, limits)
+    buffer_size(call.name, shape.sizes, limits)
 
 
 def _rows_per_expert(topk_idx: torch.Tensor, maximum: int) -> None:
