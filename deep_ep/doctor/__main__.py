@@ -12,26 +12,25 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 from deep_ep.base.files import open_closed_streams
 from deep_ep.doctor import (
     container,
     exchange,
     gpu,
-    libraries,
     network,
     package,
     ranks,
     settings,
     sizes,
 )
-from deep_ep.doctor.checks import OK, Check, Finding, examine, exit_status, show, to_json
+from deep_ep.doctor.checks import OK, Check, Finding, examine, exit_status, fail, show, to_json
 from deep_ep.doctor.host import Host
+from deep_ep.doctor.job import Meeting, job_of
 
 _PROGRAM = "python -m deep_ep.doctor"
 # In the order of the report.
-_SUBJECTS = (package, libraries, gpu, network, container, settings)
+_SUBJECTS = (package, gpu, network, container, settings)
 _BAD_ARGUMENTS = 2
 _MODEL = {
     "tokens": "most tokens a rank dispatches at once",
@@ -55,44 +54,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing:
             parser.error(f"a model takes {', '.join(missing)} too")
         checks.append(sizes.check(model, given.ranks_per_node))
-    job = ranks.job_of(host)
+    job = job_of(host)
     if job is None:
         if given.test:
             look = functools.partial(exchange.on_this_machine, seconds=given.deadline)
             checks.append(Check("exchange", look))
-        return _report(examine(checks, host), given)
+        return _report(examine(checks, host), as_json=given.json)
     # A launcher ends all ranks when one has failed: the others still say what they know.
     hurry = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: hurry.set())
     findings = examine(checks, host)
     try:
         store = job.open_store(given.deadline, "deep_ep.doctor")
-        meeting = ranks.Meeting(store, job, given.deadline, hurry)
+        meeting = Meeting(store, job, given.deadline, hurry)
         tried = None
-        if given.test and meeting.all_ready():
+        if given.test and not meeting.absent("ready"):
             tried = exchange.try_rank(host.environment, job, given.deadline, hurry)
-        said = meeting.gather(ranks.RankReport(socket.gethostname(), findings, tried))
-        # The exit status of the rank that reports is the job's.
-        status = 0 if said is None else _report(ranks.together(said, job.size), given)
-        meeting.leave(has_reported=said is not None)
+        said = ranks.gather(meeting, ranks.RankReport(socket.gethostname(), findings, tried))
     except (ImportError, OSError, RuntimeError) as error:
-        alone = [*findings, ranks.unreachable(job, error)]
-        return _report([finding for finding in alone if finding.status != OK], given)
-    return status
+        found, why, repair = job.unreachable(error)
+        alone = [finding for finding in findings if finding.status != OK]
+        return _report([*alone, fail(found, why, repair, name="ranks")], as_json=given.json)
+    # The exit status of the rank that reports is the job's.
+    return 0 if said is None else _report(ranks.together(said, job.size), as_json=given.json)
 
 
-def _report(findings: list[Finding], given: argparse.Namespace) -> int:
+def _report(findings: list[Finding], *, as_json: bool) -> int:
     try:
-        if given.json is None:
-            show(findings, sys.stdout, verbose=given.verbose)
-        elif given.json == "-":
+        if as_json:
             sys.stdout.write(f"{to_json(findings)}\n")
         else:
-            Path(given.json).write_text(f"{to_json(findings)}\n")
+            show(findings, sys.stdout)
         sys.stdout.flush()
     except OSError as error:
-        where = "standard output" if given.json in (None, "-") else given.json
-        sys.stderr.write(f"{_PROGRAM}: {where}: {error.strerror}\n")
+        sys.stderr.write(f"{_PROGRAM}: standard output: {error.strerror}\n")
         return _BAD_ARGUMENTS
     return exit_status(findings)
 
@@ -104,12 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "or fail, and what repairs it.",
         epilog="Exit status: 0 nothing fails; 1 something does; 2 bad arguments.",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write JSON there instead; - is standard output"
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="also why the lines that are ok matter"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with why all lines matter")
     parser.add_argument(
         "--deadline",
         type=_positive,

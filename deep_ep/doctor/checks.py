@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Literal, TextIO, TypeVar, Union
@@ -19,7 +18,8 @@ Status = Literal["ok", "warn", "fail"]
 OK: Status = "ok"
 WARN: Status = "warn"
 FAIL: Status = "fail"
-_STYLES = {OK: "", WARN: "yellow", FAIL: "bold red"}
+# Yellow; bold red.
+_STYLES = {OK: "", WARN: "33", FAIL: "1;31"}
 _INDENT = 7
 _NAME_WIDTH = 22
 
@@ -78,25 +78,29 @@ class Check:
         try:
             if self.when(host):
                 seen = self.look(host)
-                for one in [seen] if isinstance(seen, Finding) else seen:
-                    name, why = one.name or self.name, one.why or self.why
-                    repair = one.repair or ("" if one.status == OK else self.repair)
-                    lines.append(replace(one, name=name, why=why, repair=repair))
+                lines += [seen] if isinstance(seen, Finding) else seen
         except Exception as error:  # noqa: BLE001
-            found = f"the check failed: {chain(error)}"
-            why = "what this check looks at is not judged"
-            lines.append(fail(found, why, "report this error", self.name))
-        return lines
+            lines.append(fail(chain(error), repair=self.repair or "report this error"))
+        return [
+            replace(
+                one,
+                name=one.name or self.name,
+                why=one.why or self.why,
+                repair=one.repair or ("" if one.status == OK else self.repair),
+            )
+            for one in lines
+        ]
 
 
 class Table(list[Check]):
     """The checks of one subject, in the order of the report."""
 
     def row(self, name: str, **row: Any) -> Callable[[LookT], LookT]:
-        """Adds the function below it, as `look` of a `Check` with these attributes."""
+        """Adds the function below it, as `look` of a `Check` with these attributes; its docstring is `why`."""
 
         def add(look: LookT) -> LookT:
-            self.append(Check(name, look, **row))
+            why = " ".join((look.__doc__ or "").split()).rstrip(".")
+            self.append(Check(name, look, why, **row))
             return look
 
         return add
@@ -136,18 +140,18 @@ def summary(findings: Sequence[Finding]) -> str:
     return "; ".join(bad) or f"all {len(findings)} lines are ok"
 
 
-def show(findings: Sequence[Finding], stream: TextIO, *, verbose: bool = False) -> None:
-    """Prints them in order, and the summary; if verbose also why the lines that are ok matter. Colours are for terminals."""
-    write = _writer(stream)
-    for finding in findings:
-        line = f"{finding.status:<{_INDENT - 1}} {finding.name:<{_NAME_WIDTH}} {finding.found}\n"
-        write(line, _STYLES[finding.status])
-        why = finding.why if verbose or finding.status != OK else ""
-        for label, text in (("why", why), ("repair", finding.repair)):
-            # Commands must survive being copied, so long words and lines of a repair stay whole.
-            if text:
-                write(textwrap.indent(f"{label}: {text}\n", " " * _INDENT), "")
-    write(f"\n{summary(findings)}\n", "bold")
+def show(findings: Iterable[Finding], stream: TextIO) -> None:
+    """Prints them in order, why those that are not ok matter, and the summary; in colours on a terminal."""
+    findings = list(findings)
+    for one in findings:
+        line = f"{one.status:<{_INDENT - 1}} {one.name:<{_NAME_WIDTH}} {one.found}"
+        style = _STYLES[one.status] if stream.isatty() else ""
+        stream.write(f"\x1b[{style}m{line}\x1b[0m\n" if style else f"{line}\n")
+        for label, text in (("why", one.why), ("repair", one.repair)):
+            # Commands must survive being copied, so they stay in one line.
+            if text and one.status != OK:
+                stream.write(f"{' ' * _INDENT}{label}: {text}\n")
+    stream.write(f"\n{summary(findings)}\n")
 
 
 def to_json(findings: Sequence[Finding]) -> str:
@@ -160,14 +164,3 @@ def to_json(findings: Sequence[Finding]) -> str:
         },
         indent=1,
     )
-
-
-def _writer(stream: TextIO) -> Any:
-    """write(text, style) that colours on a terminal, where rich is installed."""
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        return lambda text, style: stream.write(text)
-    console = Console(file=stream)
-    return lambda text, style: console.print(Text(text, style=style), end="", soft_wrap=True)

@@ -14,15 +14,6 @@ CHECKS = Table()
 _COLUMNS = "index,name,compute_cap,memory.total,mig.mode.current,driver_version"
 _OLDEST_SM = (9, 0)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-# What `nvidia-smi topo -p2p` says of pairs that may not.
-_P2P_STATES = {
-    "CNS": "the chipset does not support it",
-    "GNS": "the GPU does not support it",
-    "TNS": "the PCIe topology does not support it",
-    "DR": "a registry key of the driver forbids it",
-    "NS": "it is not supported",
-    "U": "unknown",
-}
 
 
 def _gpus(host: Host, columns: str = _COLUMNS) -> list[list[str]]:
@@ -36,27 +27,23 @@ def _has_pairs(host: Host) -> bool:
     return len(_gpus(host)) > 1
 
 
-@CHECKS.row(
-    "driver",
-    why="a driver serves programs of its own and of older versions of CUDA",
-    when=_gpus,
-)
+@CHECKS.row("driver", when=_gpus)
 def _driver(host: Host) -> Finding:
+    """A driver serves programs of its own and of older versions of CUDA."""
     *_, version = _gpus(host)[0]
     banner = re.search(r"CUDA Version:\s*([\d.]+)", host.run("nvidia-smi").text)
     serves, built_for = banner[1] if banner else "", cuda_of_torch(host)
     found = f"{version}, serves CUDA up to {serves or 'an unknown version'}"
+    agreed = {"driver": version}
     if built_for and serves and version_numbers(built_for)[:1] > version_numbers(serves)[:1]:
-        return fail(
-            f"{found}; torch is built for CUDA {built_for}",
-            repair=f"install a newer driver, or a torch for CUDA {serves}",
-            agreed={"driver": version},
-        )
-    return ok(found, agreed={"driver": version})
+        repair = f"install a newer driver, or a torch for CUDA {serves}"
+        return fail(f"{found}; torch is built for CUDA {built_for}", repair=repair, agreed=agreed)
+    return ok(found, agreed=agreed)
 
 
 @CHECKS.row("GPU")
 def _models(host: Host) -> Iterator[Finding]:
+    """The kernels use instructions that compute capability 9.0 is the first to have."""
     numbers: dict[tuple[str, ...], list[str]] = {}
     for number, *model, _ in _gpus(host):
         numbers.setdefault(tuple(model), []).append(number)
@@ -64,8 +51,7 @@ def _models(host: Host) -> Iterator[Finding]:
         yield _no_gpu(host)
     for (name, capability, memory, mig), which in numbers.items():
         found = f"{', '.join(which)}: {name}, compute capability {capability}, {memory}"
-        judge, repair = ok, ""
-        why = "the kernels use instructions that compute capability 9.0 is the first to have"
+        judge, why, repair = ok, "", ""
         sm = version_numbers(capability)
         if sm < _OLDEST_SM:
             judge, repair = fail, "use Hopper or newer, or DEEP_EP_BACKEND=cpu for tests"
@@ -93,19 +79,6 @@ def _no_gpu(host: Host) -> Finding:
         repair = "start the container with --gpus all, or load the driver: modprobe nvidia"
         return warn(f"{found}, but /dev has its files", why, repair)
     return ok(found, why)
-
-
-@CHECKS.row(
-    "device files",
-    why="CUDA finds no GPU then, and does not say why",
-    repair="join the group that owns them (ls -l /dev/nvidia*), or start the container with --gpus all",
-    when=_gpus,
-)
-def _device_files(host: Host) -> Iterator[Finding]:
-    names = [name for name in host.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
-    closed = host.closed([f"/dev/{name}" for name in names])
-    if closed:
-        yield fail(f"this process may not read and write {', '.join(closed)}")
 
 
 class Matrix(NamedTuple):
@@ -144,12 +117,13 @@ def topology(host: Host, *what: str) -> Matrix:
 
 @CHECKS.row(
     "NVLink",
-    why="ranks of a node write into each other's memory over NVLink; without it low latency takes RDMA, and "
-    "normal operations do not work within the node",
     repair="nvidia-smi nvlink -s and nvidia-smi topo -m; set DEEP_EP_RANKS_PER_NODE to the ranks that NVLink joins",
     when=_has_pairs,
 )
 def _nvlink(host: Host) -> Finding:
+    """Ranks of a node write into each other's memory over NVLink; without it low latency takes RDMA, and normal
+    operations do not work within the node.
+    """
     pairs = topology(host, "-m").pairs()
     if not pairs:
         return warn("nvidia-smi topo -m shows no matrix")
@@ -165,30 +139,29 @@ def _nvlink(host: Host) -> Finding:
 
 @CHECKS.row(
     "P2P",
-    why="P2P and CUDA IPC, with which ranks of a node map each other's memory, are not allowed otherwise",
-    repair="disable ACS and the IOMMU for the GPUs (iommu=pt), give the container all GPUs and --ipc=host",
+    repair="nvidia-smi topo -p2p r says what the letters mean; disable ACS and the IOMMU for the GPUs (iommu=pt), give "
+    "the container all GPUs and --ipc=host",
     when=_has_pairs,
 )
 def _peer_access(host: Host) -> Finding:
+    """P2P and CUDA IPC, with which ranks of a node map each other's memory, are not allowed otherwise."""
     pairs = topology(host, "-p2p", "r").pairs()
     if not pairs:
         return warn("nvidia-smi topo -p2p r shows no matrix", repair="update the driver")
-    closed = [(f"{a}-{b}", kind) for (a, b), kind in pairs.items() if kind != "OK"]
+    closed = [f"{a}-{b} ({kind})" for (a, b), kind in pairs.items() if kind != "OK"]
     if closed:
-        pair, kind = closed[0]
-        said = _P2P_STATES.get(kind, kind)
-        return fail(f"not between {len(closed)} of {len(pairs)} pairs, first {pair}: {said}")
+        return fail(f"not between {len(closed)} of {len(pairs)} pairs: {', '.join(closed)}")
     return ok(f"allowed between all {len(pairs)} pairs")
 
 
 @CHECKS.row(
     "fabric",
-    why="GPUs behind NVSwitches do not start CUDA before the fabric manager has let them in",
     repair="systemctl restart nvidia-fabricmanager, of the same version as the driver",
     when=_gpus,
 )
 def _fabric(host: Host) -> Iterator[Finding]:
-    """Older drivers do not tell."""
+    """GPUs behind NVSwitches do not start CUDA before the fabric manager has let them in."""
+    # Older drivers do not tell.
     waiting = [
         f"GPU {number} is {state}"
         for number, state in _gpus(host, "index,fabric.state")

@@ -45,9 +45,7 @@ def _start(command: Sequence[str]) -> Ran:
             timeout=_PATIENCE_S,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return Ran(None, f"no answer within {_PATIENCE_S:.0f} s")
-    except OSError as error:
+    except (subprocess.TimeoutExpired, OSError) as error:
         return Ran(None, str(error))
     return Ran(done.returncode, done.stdout)
 
@@ -102,10 +100,6 @@ class Host:
             return sorted(os.listdir(self.path(absolute)))
         except OSError:
             return []
-
-    def closed(self, files: Sequence[str]) -> list[str]:
-        """Which of these this process may not read and write."""
-        return [file for file in files if not os.access(self.path(file), os.R_OK | os.W_OK)]
 
     def number(self, absolute: str) -> int:
         """A file that holds one number; 0 if it does not."""

@@ -1,4 +1,4 @@
-"""Which deep_ep a program gets, whether its native modules load, and the torch that it works with."""
+"""Which deep_ep, torch and NVSHMEM a program gets, and whether native modules load and fit them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from deep_ep.doctor.checks import Check, Finding, Table, chain, fail, ok, warn
+from deep_ep.doctor.checks import Check, Finding, Table, fail, ok, warn
 from deep_ep.doctor.host import Host, Ran, version_numbers
+from deep_ep.native import nvshmem
 
 CHECKS = Table()
 _OLDEST_TORCH = (2, 4)
 _REBUILD = (
     "in the source tree of deep_ep: pip install --no-build-isolation --force-reinstall --no-deps ."
 )
+_NVSHMEM_INSTALL = "./install_nvshmem.sh (--repair puts the pinned wheel into this environment)"
 # A module is loaded in a process of its own, which may crash; by its file, so without the package.
 _LOAD = """
 import importlib.util, json, sys
@@ -42,14 +44,9 @@ _LOADER_ERRORS = (
         _REBUILD,
     ),
     (
-        r"libnvshmem\S*: cannot open shared object",
-        "it is linked with NVSHMEM, whose host library is on no path that the loader looks at",
-        "./install_nvshmem.sh --repair, or put its folder into LD_LIBRARY_PATH",
-    ),
-    (
         r"cannot open shared object",
         "it is linked with a library that is on no path that the loader looks at",
-        "install that library, or put its folder into LD_LIBRARY_PATH",
+        "install that library (NVSHMEM: ./install_nvshmem.sh --repair), or put its folder into LD_LIBRARY_PATH",
     ),
     (
         r"GLIBC(XX)?_\S+' not found|version .\S+. not found",
@@ -63,48 +60,41 @@ _LOADER_ERRORS = (
     ),
     (r"", "nothing can use it in this environment", _REBUILD),
 )
+# What a copy of NVSHMEM must have at run time. The last two are opened by name, when a job starts.
+_NVSHMEM_PARTS = (nvshmem.SONAME, "nvshmem_bootstrap_uid.so", "nvshmem_transport_ibgda.so")
 
 
 # ---- which deep_ep
 
 
-@CHECKS.row("deep_ep", why="ranks of one job must run the same version")
+@CHECKS.row("deep_ep")
 def _deep_ep(host: Host) -> Finding:
+    """Ranks of one job must run the same version."""
     version = _version_of(host.package)
     found = f"{version} in {host.package}, Python {sys.version.split()[0]}"
     return ok(found, agreed={"deep_ep": version})
 
 
 def _version_of(package: Path) -> str:
-    """What a folder with a deep_ep says of its version."""
-    try:
-        text = (package / "__init__.py").read_text(errors="replace")
-    except OSError:
-        return "of an unreadable version"
+    """What a folder with a deep_ep says of its version; the one of this package ends in "+diagnose"."""
+    text = (package / "__init__.py").read_text(errors="replace")
     found = re.search(r"""^__version__\s*=\s*["']([^"']+)["']""", text, re.MULTILINE)
     return found[1] if found else "of an unknown version"
 
 
-@CHECKS.row(
-    "other deep_ep",
-    why="a program imports the first one on its own search path, which depends on the folder it starts in and on PYTHONPATH",
-)
+@CHECKS.row("other deep_ep")
 def _other_copies(host: Host) -> Iterator[Finding]:
-    """Folders named deep_ep on the search path besides the one that is examined."""
+    """A program imports the first one on its own search path, which depends on the folder it starts in and on PYTHONPATH."""
     places = dict.fromkeys((Path(entry) / "deep_ep").resolve() for entry in host.search_path)
     copies = [place for place in places if (place / "__init__.py").is_file()]
     others = [place for place in copies if place != host.package]
     if others:
-        listed = ", ".join(f"{place} ({_maker(_version_of(place))})" for place in copies)
+        listed = ", ".join(f"{place} ({_version_of(place)})" for place in copies)
         yield warn(
             f"in this order: {listed}; examined is {host.package}",
             repair="pip uninstall deep_ep, until python -c 'import deep_ep' fails, then install one; "
             f"or move {others[0]} away",
         )
-
-
-def _maker(version: str) -> str:
-    return f"this package, {version}" if "+diagnose" in version else f"another package, {version}"
 
 
 # ---- native modules
@@ -120,18 +110,10 @@ def _file_of(host: Host, name: str) -> Path:
     return host.package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
-def constants_of_cuda(host: Host) -> dict[str, Any]:
+def _constants_of_cuda(host: Host) -> dict[str, Any]:
     """What `_cuda` says of itself; nothing if it does not load."""
     ran = _load(host, "_cuda")
-    if ran is None or ran.status != 0:
-        return {}
-    return dict(json.loads(ran.text.splitlines()[-1]))
-
-
-def _last_words(ran: Ran) -> str:
-    if ran.status is not None and ran.status < 0:
-        return f"ended by {signal.Signals(-ran.status).name}"
-    return (ran.text.strip().splitlines() or ["no output"])[-1]
+    return json.loads(ran.text.splitlines()[-1]) if ran and ran.status == 0 else {}
 
 
 def _native(name: str, why: str, host: Host) -> Finding:
@@ -140,7 +122,9 @@ def _native(name: str, why: str, host: Host) -> Finding:
     if ran is not None and ran.status == 0:
         return ok(f"loads: {_file_of(host, name)}")
     if ran is not None:
-        error = _last_words(ran)
+        error = (ran.text.strip().splitlines() or ["no output"])[-1]
+        if ran.status is not None and ran.status < 0:
+            error = f"ended by {signal.Signals(-ran.status).name}"
         meaning, repair = next(
             advice for pattern, *advice in _LOADER_ERRORS if re.search(pattern, error)
         )
@@ -174,39 +158,124 @@ def cuda_of_torch(host: Host) -> str:
         return ""
 
 
-@CHECKS.row("torch")
+@CHECKS.row("torch", repair="pip install --force-reinstall 'torch>=2.4', as your program needs it")
 def _torch(host: Host) -> Finding:
-    try:
-        torch = host.load("torch")
-    except (ImportError, OSError) as error:
-        return fail(
-            f"does not load: {chain(error)}",
-            "every call takes and returns tensors of torch",
-            "pip install --force-reinstall torch, in the version that your program needs",
-        )
+    """Every call takes and returns tensors of torch. Its ABI cannot be wrong: no module of deep_ep is linked with it."""
+    torch = host.load("torch")
     version, built_for = str(torch.__version__), torch.version.cuda
     abi = "new" if torch.compiled_with_cxx11_abi() else "old"
     found = f"{version}, {f'CUDA {built_for}' if built_for else 'without CUDA'}, {abi} C++ ABI"
-    why = "deep_ep's modules are not linked with torch, so its ABI cannot be wrong for them"
     agreed = {"torch": version, "CUDA of torch": str(built_for)}
     if version_numbers(version) < _OLDEST_TORCH:
-        return fail(found, why, "pip install 'torch>=2.4'", agreed=agreed)
+        return fail(found, agreed=agreed)
     if built_for is None and host.has_gpu_driver():
         why = "this machine has a GPU, and a torch without CUDA cannot use it"
         repair = "pip install a torch with CUDA (https://pytorch.org/get-started/locally)"
         return warn(found, why, repair, agreed=agreed)
-    return ok(found, why, agreed=agreed)
+    return ok(found, agreed=agreed)
 
 
-@CHECKS.row(
-    "CUDA of the build",
-    why="both load their NVSHMEM by the same name, and a process has one",
-)
+@CHECKS.row("CUDA of the build")
 def _same_cuda(host: Host) -> Iterator[Finding]:
-    """NVSHMEM's wheels are of one CUDA each."""
-    constants, torch_cuda = constants_of_cuda(host), cuda_of_torch(host)
+    """Both load their NVSHMEM by the same name, a process has one, and its wheels are of one CUDA each."""
+    constants, torch_cuda = _constants_of_cuda(host), cuda_of_torch(host)
     if constants and torch_cuda:
         built, major = int(constants["CUDA_MAJOR"]), version_numbers(torch_cuda)[0]
         found = f"deep_ep was built with CUDA {built}, torch with CUDA {torch_cuda}"
         repair = f"build deep_ep with a toolkit of CUDA {major}: CUDA_HOME=... make cuda"
         yield ok(found) if built == major else warn(found, repair=repair)
+
+
+# ---- NVSHMEM
+
+
+class Copy(NamedTuple):
+    """An NVSHMEM on this machine.
+
+    Attributes:
+        folder: with its libraries.
+        origin: how a process comes to it.
+        version: `"3.8.0"`, or nothing if no header says.
+        missing: what a copy has to have and this one has not.
+    """
+
+    folder: Path
+    origin: str
+    version: str
+    missing: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.version or 'of an unknown version'} in {self.folder} ({self.origin})"
+
+
+def _copies(host: Host) -> list[Copy]:
+    """Those that a build or a process may find, the loader's own order first."""
+    places = [
+        (Path(file).parent, "LD_PRELOAD")
+        for file in re.split(r"[: ]+", host.environment.get("LD_PRELOAD", ""))
+        if "libnvshmem" in file
+    ]
+    searched = filter(None, host.environment.get("LD_LIBRARY_PATH", "").split(":"))
+    places += [(Path(folder), "LD_LIBRARY_PATH") for folder in searched]
+    prefixes = [
+        (Path(host.environment[name]), name)
+        for name in ("NVSHMEM_DIR", "NVSHMEM_HOME")
+        if host.environment.get(name)
+    ]
+    prefixes.append((host.package.parent / "third-party" / "nvshmem", "third-party/nvshmem"))
+    prefixes += [(Path(entry) / "nvidia" / "nvshmem", "wheel") for entry in host.search_path]
+    places += [(prefix / lib, origin) for prefix, origin in prefixes for lib in ("lib", "lib64")]
+    copies: dict[Path, Copy] = {}
+    for folder, origin in places:
+        if any(folder.glob("libnvshmem_host.so*")):
+            header = folder.parent / "include" / "non_abi" / "nvshmem_version.h"
+            text = header.read_text(errors="replace") if header.is_file() else ""
+            numbers = re.findall(r"NVSHMEM_VENDOR_(?:MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text)
+            missing = [part for part in _NVSHMEM_PARTS if not any(folder.glob(f"{part}*"))]
+            copies.setdefault(folder.resolve(), Copy(folder, origin, ".".join(numbers), missing))
+    return list(copies.values())
+
+
+def _nvshmem_of_build(host: Host) -> tuple[nvshmem.HostLibrary, int] | None:
+    """What deep_ep was built with, and the CUDA of that build."""
+    return nvshmem.built_with(_constants_of_cuda(host))
+
+
+@CHECKS.row("NVSHMEM", repair=_NVSHMEM_INSTALL)
+def _on_machine(host: Host) -> Iterator[Finding]:
+    """Ranks out of NVLink's reach need it; NVLink alone does not."""
+    found, is_needed = _copies(host), _nvshmem_of_build(host) is not None
+    whole = [copy for copy in found if not copy.missing]
+    if not found:
+        yield fail("none found") if is_needed else ok("none found")
+    for copy in found:
+        if copy.missing:
+            yield (fail if is_needed and not whole else warn)(
+                f"{copy} is incomplete: it has no {', no '.join(copy.missing)}",
+                "the loader takes the first folder with a library of the right name, and what the copy "
+                "lacks is missed when a job starts",
+                f"remove {copy.folder}, or {_NVSHMEM_INSTALL}",
+            )
+    if len({copy.version for copy in whole}) > 1:
+        yield warn(
+            f"several versions: {', then '.join(map(str, whole))}",
+            "a process has one of them, the first that anybody loads, and libraries and headers "
+            "of two versions do not fit together",
+            "keep one of them; LD_PRELOAD=FOLDER/libnvshmem_host.so.3 decides for one program",
+        )
+    elif whole:
+        yield ok(", ".join(map(str, whole)), agreed={"NVSHMEM": whole[0].version})
+
+
+@CHECKS.row("NVSHMEM in process")
+def _in_process(host: Host) -> Finding:
+    """What deep_ep was built with must find the same, or a newer one."""
+    found, needed = nvshmem.in_process(), _nvshmem_of_build(host)
+    loaded = f"loaded: {found.version} ({found.path})" if found else "loaded: none"
+    if needed is None:
+        return ok(f"{loaded}; needed: none, deep_ep was built without")
+    library, cuda_major = needed
+    said = f"{loaded}; needed: {library.version} ({library.path})"
+    agreed = {"NVSHMEM of the build": library.version}
+    conflict = nvshmem.conflict(found, library, cuda_major)
+    return fail(said, *conflict, agreed=agreed) if conflict else ok(said, agreed=agreed)

@@ -1,12 +1,13 @@
-"""`python -m deep_ep.doctor.preflight STORE RANK SIZE LOCAL_RANK SECONDS`: one rank of a small exchange.
+"""`python -m deep_ep.doctor.preflight JOB`: one rank of a small exchange.
 
 A program of its own, because what it tries may hang or crash. Every rank sends rows to every rank, each row saying
-whose it is; then a few more operations are counted and judged. The last line that it prints is JSON: an `exchange.Tried`.
-STORE is where the ranks meet: tcp://ADDRESS:PORT of a store that is served, or file://PATH.
+whose it is; then a few more operations are counted and judged. JOB is the fields of `job.Job` as JSON; the last line
+that is printed is an `exchange.Tried`.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from deep_ep import diagnose
-from deep_ep.base import codec
+from deep_ep.base import codec, env
 from deep_ep.buffer import Buffer
 from deep_ep.diagnose.render import wording
-from deep_ep.doctor.exchange import Job, Tried
+from deep_ep.doctor.exchange import Tried
+from deep_ep.doctor.job import Job
 from deep_ep.errors import EPTimeoutError
 from deep_ep.native import backend
 from deep_ep.testing import identity
@@ -31,20 +33,25 @@ _ROUNDS = 40
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the program."""
-    where, *numbers = arguments
-    rank, size, local_rank, seconds = map(int, numbers)
+    job = Job(*json.loads(arguments[0]))
+    rank, size = job.rank, job.size
     torch.set_num_threads(1)
     if backend.get().name == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    patience = timedelta(seconds=max(seconds, _MEETING_S))
-    store = Job(rank, size, where).open_store(patience.total_seconds(), "deep_ep.doctor.preflight")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
+    patience_s = max(env.timeout_s(), _MEETING_S)
+    dist.init_process_group(
+        "gloo",
+        store=job.open_store(patience_s, "deep_ep.doctor.preflight"),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=patience_s),
+    )
     tried = Tried(operation=0)
     try:
         _try_all(tried, rank, size)
     except EPTimeoutError as error:
         tried.error = str(error)
-        tried.missing, tried.awaited = list(error.missing_ranks), sorted(error.last_seen)
+        tried.awaited = sorted(error.last_seen)
         tried.bad_pairs += error.broken_paths
     except RuntimeError as error:
         tried.error = str(error)
@@ -80,15 +87,9 @@ def _try_all(tried: Tried, rank: int, size: int) -> None:
         exchange()
     diagnosis = diagnose.run(buffer)
     if diagnosis is not None:
-        tried.verdicts = [_sentence(verdict) for verdict in diagnosis.verdicts]
+        causes = wording.causes(diagnosis)
+        tried.verdicts = [wording.sentence(diagnosis, same) for same in causes]
     buffer.destroy()
-
-
-def _sentence(verdict: diagnose.Verdict) -> str:
-    return (
-        f"{verdict.operation}: {wording.subject(verdict)}, {verdict.cause} ({verdict.kind}), "
-        f"{verdict.effect_us:.0f} us per operation"
-    )
 
 
 if __name__ == "__main__":

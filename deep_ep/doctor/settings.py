@@ -31,8 +31,9 @@ _CACHES = (
 )
 
 
-@CHECKS.row("variables", why="ranks with different settings disagree when they meet")
+@CHECKS.row("variables")
 def _set(host: Host) -> Finding:
+    """Ranks with different settings disagree when they meet."""
     shown = {
         name: value for name, value in sorted(host.environment.items()) if _SHOWN.fullmatch(name)
     }
@@ -40,8 +41,9 @@ def _set(host: Host) -> Finding:
     return ok(found, agreed={name: shown[name] for name in shown if name not in _PER_RANK})
 
 
-@CHECKS.row("unknown variable", why="nobody reads it, so what it was to change stays as it is")
+@CHECKS.row("unknown variable")
 def _unknown(host: Host) -> Iterator[Finding]:
+    """Nobody reads it, so what it was to change stays as it is."""
     known = sorted({variable.name for variable in env.VARIABLES}.union(_OF_THE_BUILD))
     for name in sorted(host.environment):
         if _OURS.fullmatch(name) and name not in known:
@@ -52,8 +54,9 @@ def _unknown(host: Host) -> Iterator[Finding]:
             yield warn(found, repair=repair)
 
 
-@CHECKS.row("variable out of range", why="the first Buffer raises EPArgumentError")
+@CHECKS.row("variable out of range")
 def _out_of_range(host: Host) -> Iterator[Finding]:
+    """The first Buffer raises EPArgumentError."""
     for variable in env.VARIABLES:
         try:
             if variable not in _OF_LAUNCHERS:
@@ -69,7 +72,7 @@ def _all_in_range(host: Host) -> bool:
 
 @CHECKS.row("contradiction", when=_all_in_range)
 def _contradictions(host: Host) -> Iterator[Finding]:
-    """Also what has no effect, and what is meant for tests."""
+    # Also what has no effect, and what is meant for tests.
     wanted, has_gpu = env.backend(), host.has_gpu_driver()
     if wanted == "cuda" and not has_gpu:
         yield fail(
@@ -89,14 +92,7 @@ def _contradictions(host: Host) -> Iterator[Finding]:
     if host.environment.get("NVSHMEM_IBGDA_NIC_HANDLER") == "cpu":
         why = "a thread of the CPU rings every doorbell, which is slow"
         yield warn("NVSHMEM_IBGDA_NIC_HANDLER=cpu", why, "unset NVSHMEM_IBGDA_NIC_HANDLER")
-    per_node, local = env.ranks_per_node(), env.local_world_size()
-    world = host.variable("WORLD_SIZE")
-    if per_node and world and per_node < world and world % per_node:
-        yield fail(
-            f"DEEP_EP_RANKS_PER_NODE={per_node} does not divide WORLD_SIZE={world}",
-            "normal operations need nodes of equal size",
-            "unset DEEP_EP_RANKS_PER_NODE, or set it to a divisor",
-        )
+    local = env.local_world_size()
     visible = host.environment.get("CUDA_VISIBLE_DEVICES", "")
     if local and 1 < len(visible.split(",")) < local:
         yield fail(
@@ -108,12 +104,13 @@ def _contradictions(host: Host) -> Iterator[Finding]:
 
 @CHECKS.row(
     "timeout",
-    why="a rank that compiles kernels (minutes where nothing is cached), loads weights or has raised is "
-    "waited for this long; then the others raise EPTimeoutError, which names it",
     repair="export DEEP_EP_TIMEOUT_S=1800, or compile on all ranks before the first operation and meet at a barrier",
     when=_all_in_range,
 )
 def _timeout(host: Host) -> Finding:
+    """A rank that compiles kernels (minutes where nothing is cached), loads weights or has raised is waited for this long;
+    then the others raise EPTimeoutError, which names it.
+    """
     seconds = env.timeout_s()
     home = host.environment.get("HOME", "")
     folders = [host.environment.get(name, f"{home}/{default}") for name, default in _CACHES]
@@ -126,13 +123,14 @@ def _timeout(host: Host) -> Finding:
 
 @CHECKS.row(
     "kernels of others",
-    why="operations wait on the GPU for other ranks: behind a kernel that waits for those ranks in turn "
-    "(NCCL, in another order on another rank, or on all SMs) none of them ends",
     repair="unset CUDA_LAUNCH_BLOCKING CUDA_DEVICE_MAX_CONNECTIONS, or call everything in the same order "
     "on all ranks; export NCCL_MAX_CTAS=16 leaves SMs to others",
     when=_all_in_range,
 )
 def _other_kernels(host: Host) -> Finding:
+    """Operations wait on the GPU for other ranks: behind a kernel that waits for those ranks in turn (NCCL, in another
+    order on another rank, or on all SMs) none of them ends.
+    """
     names = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_CTAS")
     values = [host.environment.get(name, "") for name in names]
     found = ", ".join(f"{name} {value or 'unset'}" for name, value in zip(names, values))

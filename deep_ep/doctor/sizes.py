@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from deep_ep.base import env
-from deep_ep.doctor.checks import Check, Finding, chain, fail, ok, warn
+from deep_ep.doctor.checks import Check, Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
-from deep_ep.errors import EPError
 
 _MIB = 1 << 20
 
@@ -19,16 +18,13 @@ def check(model: Mapping[str, int], per_node: int) -> Check:
         # The hints count the same on every backend, and the CPU's is there without a GPU.
         asked = {env.backend.name: "cpu", env.ranks_per_node.name: str(per_node)}
         with env.read_from({**host.environment, **asked}):
-            try:
-                return list(_needs(host, model, per_node))
-            except (EPError, ImportError, OSError) as error:
-                return [fail(chain(error))]
+            return list(_needs(host, model, per_node))
 
     return Check(
         "sizes",
-        why="the calls of the model raise the same error",
-        repair="correct --tokens, --hidden, --experts, --topk or --ranks, or what does not load above",
-        look=look,
+        look,
+        "the calls of the model raise the same error",
+        "correct --tokens, --hidden, --experts, --topk or --ranks, or what does not load above",
     )
 
 
@@ -36,39 +32,33 @@ def _needs(host: Host, model: Mapping[str, int], per_node: int) -> Iterator[Find
     from deep_ep.buffers.model_sizes import sizes
     from deep_ep.native import backend
 
-    needed, tokens = sizes(**model), model["tokens"]
+    needed = sizes(**model)
     yield ok(
         ", ".join(f"{name}={value}" for name, value in vars(needed).items()),
         "deep_ep.sizes returns them; a call with more tokens is refused, so all ranks must count the largest batch of "
         "any of them, also while graphs are captured",
     )
-    depth, rows = env.nvshmem_qp_depth(), 2 * (tokens + 1)
+    depth, rows = env.nvshmem_qp_depth(), 2 * (model["tokens"] + 1)
     is_shallow = model["ranks"] > per_node and depth < rows
     yield (fail if is_shallow else ok)(
-        f"NVSHMEM_QP_DEPTH={depth}; {tokens} tokens to one expert take {rows}",
+        f"NVSHMEM_QP_DEPTH={depth}; {model['tokens']} tokens to one expert take {rows}",
         "where all tokens go to one expert, a shallower queue is full before it is emptied",
         f"export NVSHMEM_QP_DEPTH={1 << (rows - 1).bit_length()}" if is_shallow else "",
         name="queue depth",
     )
     buffers = needed.low_latency_rdma_bytes + needed.num_nvl_bytes + needed.num_rdma_bytes
-    yield _memory(host, buffers + needed.num_recv_bytes)
+    total_mib = (buffers + needed.num_recv_bytes) / _MIB
+    found = f"{total_mib:,.0f} MiB of buffers for both modes, and of what a low-latency dispatch in BF16 returns"
+    why = "buffers are allocated once, outside of torch's allocator, and stay"
+    text = host.output("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    free_mib = min((int(row) for row in text.split() if row.isdecimal()), default=None)
+    if free_mib is not None and free_mib < total_mib:
+        found += f"; a GPU has {free_mib:,} MiB free"
+        repair = "build fewer buffers, allocate them before the weights, or lower the share that the engine takes"
+        yield warn(found, why, repair, name="memory per GPU")
+    else:
+        yield ok(found, why, name="memory per GPU")
     most_topk = backend.get().binding.MAX_TOPK
     if model["topk"] > most_topk:
         why = f"low-latency kernels take at most {most_topk} entries of a token"
         yield fail(str(model["topk"]), why, "select fewer experts per token", name="top-k")
-
-
-def _memory(host: Host, total: int) -> Finding:
-    found = f"{_mib(total)} of buffers for both modes, and of what a low-latency dispatch in BF16 returns"
-    why = "buffers are allocated once, outside of torch's allocator, and stay"
-    text = host.output("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
-    free = min((int(row) * _MIB for row in text.split() if row.isdecimal()), default=total)
-    if free < total:
-        found += f"; a GPU has {_mib(free)} free"
-        repair = "build fewer buffers, allocate them before the weights, or lower the share that the engine takes"
-        return warn(found, why, repair, name="memory per GPU")
-    return ok(found, why, name="memory per GPU")
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:,.0f} MiB"

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deep_ep.buffer import Buffer
-from deep_ep.doctor import ranks
 from deep_ep.doctor.host import Host
+from deep_ep.doctor.job import job_of
 from deep_ep.errors import EPArgumentError, EPError
 from deep_ep.native import backend
 from deep_ep.tune import choice, links, meeting, memory, modelled, trials
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.model is not None:
             _look_up(experts, given)
             return 0
-        job = ranks.job_of(Host())
+        job = job_of(Host())
         if job is None:
             parser.error(
                 "no rank has been started; use a launcher: torchrun --nproc-per-node 8 -m deep_ep.tune"

@@ -6,24 +6,16 @@ By itself torch waits half an hour for a rank, and says an address where one has
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent import futures
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from deep_ep.base import env
 from deep_ep.base.text import printable
-from deep_ep.doctor import ranks
-from deep_ep.doctor.exchange import Job
+from deep_ep.doctor.job import Job, Meeting
 from deep_ep.errors import EPError, EPTimeoutError, EPTransportError, ranks_text
 
-T = TypeVar("T")
-
-_LOOK_EVERY_S = 0.1
 # Chosen: how long a rank that has failed waits for what the others say.
 _GRACE_S = 5.0
 
@@ -39,10 +31,10 @@ def joined(job: Job, backend: str) -> Iterator[None]:
     patience_s = env.timeout_s()
     try:
         store = job.open_store(patience_s, "deep_ep.tune")
-        store.set(f"came {job.rank}", "")
-        absent = _absent(store, "came", range(job.size), patience_s)
+        meeting = Meeting(store, job, patience_s)
+        absent = meeting.absent("came")
         if absent:
-            _leave(store, job, absent, patience_s)
+            meeting.leave(absent, patience_s)
     except RuntimeError as error:
         raise _no_store(job, error) from None
     if absent:
@@ -66,9 +58,8 @@ def joined(job: Job, backend: str) -> Iterator[None]:
             if dist.is_initialized():
                 dist.destroy_process_group()
     except RuntimeError as error:
-        said = printable(" ".join(str(error).split()))
         try:
-            silent, first = _within(3 * _GRACE_S, lambda: _compared(store, job, said))
+            silent, first = _compared(meeting, printable(" ".join(str(error).split())))
         except RuntimeError as lost:
             silent, first = [], str(_no_store(job, lost))
         if isinstance(error, EPError):
@@ -81,56 +72,16 @@ def joined(job: Job, backend: str) -> Iterator[None]:
         raise EPTransportError(first) from None
 
 
-def _compared(store: Any, job: Job, said: str) -> tuple[list[int], str]:
+def _compared(meeting: Meeting, said: str) -> tuple[list[int], str]:
     """Which ranks do not say that they failed, too, and what the first that did has said."""
-    if store.add("failures", 1) == 1:
-        store.set("first", f"rank {job.rank} failed first: {said}")
-    store.set(f"failed {job.rank}", "")
-    silent = _absent(store, "failed", range(job.size), _GRACE_S)
-    first = printable(store.get("first").decode(errors="replace"))
-    _leave(store, job, silent, _GRACE_S)
+    if meeting.store.add("failures", 1) == 1:
+        meeting.store.set("first", f"rank {meeting.job.rank} failed first: {said}")
+    silent = meeting.absent("failed", patience_s=_GRACE_S)
+    first = printable(meeting.store.get("first").decode(errors="replace"))
+    meeting.leave(silent, _GRACE_S)
     return silent, first
 
 
-def _leave(store: Any, job: Job, absent: Collection[int], patience_s: float) -> None:
-    """Ends this rank's use of the store. If this rank serves it, it waits for those who are there."""
-    store.set(f"left {job.rank}", "")
-    if job.rank == 0 and not job.is_served:
-        others = [rank for rank in range(job.size) if rank not in absent]
-        _absent(store, "left", others, patience_s)
-
-
-def _absent(store: Any, what: str, expected: Iterable[int], patience_s: float) -> list[int]:
-    """Those of these ranks that have not written this down within a time."""
-    keys = {rank: f"{what} {rank}" for rank in expected}
-    deadline = time.monotonic() + patience_s
-    while not store.check(list(keys.values())):
-        if time.monotonic() > deadline:
-            return [rank for rank, key in keys.items() if not store.check([key])]
-        time.sleep(_LOOK_EVERY_S)
-    return []
-
-
-def _within(patience_s: float, call: Callable[[], T]) -> T:
-    """What a call returns or raises; RuntimeError if it takes longer, as with a store whose process is stopped."""
-    done: futures.Future[T] = futures.Future()
-
-    def work() -> None:
-        try:
-            done.set_result(call())
-        except RuntimeError as error:
-            done.set_exception(error)
-
-    # The process does not wait for a thread of this kind.
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        return done.result(patience_s)
-    except futures.TimeoutError:
-        raise RuntimeError(f"no answer within {patience_s:g} s") from None
-
-
 def _no_store(job: Job, error: Exception) -> EPTransportError:
-    why = ranks.unreachable(job, error)
-    return EPTransportError(
-        f"{why.found}; {why.why}. Read what is printed there, and {why.repair}."
-    )
+    found, why, repair = job.unreachable(error)
+    return EPTransportError(f"{found}; {why}. Read what is printed there, and {repair}.")

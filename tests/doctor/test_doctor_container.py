@@ -69,11 +69,6 @@ def test_ptrace_needs_scope_or_capability(
     assert "silent rank hangs" in ptrace.why
 
 
-def test_hidden_processes_are_warned_of(tmp_path: Path) -> None:
-    proc = found(tmp_path, "/proc", {"/proc/mounts": "proc /proc proc rw,hidepid=2 0 0"})
-    assert (proc.status, "hidepid=2" in proc.found) == (WARN, True)
-
-
 def test_kills_for_memory_are_counted(tmp_path: Path) -> None:
     group = "/sys/fs/cgroup/memory"
     files = {f"{group}.max": str(64 << 20), f"{group}.events": "low 0\noom 3\noom_kill 2\n"}

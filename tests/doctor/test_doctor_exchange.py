@@ -75,8 +75,8 @@ def crashed(silence: str) -> Tried:
     [
         pytest.param(
             [
-                seen(missing=[2], awaited=[2], error="x", operation=1),
-                seen(missing=[0], awaited=[0], error="y", operation=2),
+                seen(awaited=[2], error="rank 2 is missing", operation=1),
+                seen(awaited=[0], error="rank 0 is missing", operation=2),
                 seen(error="rank 0 gave up", operation=2),
             ],
             "rows do not arrive, or arrive wrong: rank 2 to rank 0",
@@ -84,10 +84,10 @@ def crashed(silence: str) -> Tried:
         ),
         pytest.param(
             [
-                seen(missing=[1], awaited=[1], error="x", operation=3),
-                seen(error="rank 0 gave up", operation=3),
+                seen(error="rank 1 gave up", operation=3),
+                seen(awaited=[0], error="rank 0 is between operations", operation=3),
             ],
-            "rank 1 did not take part in it",
+            "rank 0 is between operations",
             id="a rank that comes too late, whose paths are not broken",
         ),
         pytest.param(
@@ -99,13 +99,13 @@ def crashed(silence: str) -> Tried:
             id="what fails in the first operation, which explains the next",
         ),
         pytest.param(
-            [seen(missing=[1], error="rank 1 is dead"), crashed("ended with status -7: Bus error")],
+            [seen(error="rank 1 is dead"), crashed("ended with status -7: Bus error")],
             "rank 1 ended with status -7: Bus error",
             id="a rank that crashed, with its last words",
         ),
         pytest.param(
-            [seen(missing=[1], error="x"), seen(operation=0)],
-            "rank 1 did not take part in it",
+            [seen(awaited=[1], error="rank 1 is missing"), seen(operation=0)],
+            "rank 1 is missing",
             id="a rank that is missing",
         ),
         pytest.param([seen(error="no memory")] * 2, "no memory", id="an error of all"),
@@ -123,7 +123,7 @@ def program(tmp_path: Path, text: str) -> Tried:
     python.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange.sys, "executable", str(python))
-        job = exchange.Job(0, 1, "file:///nowhere")
+        job = exchange.Job(0, 1, "nowhere", 0)
         return exchange.try_rank({}, job, 60, threading.Event())
 
 
@@ -135,7 +135,7 @@ def test_what_a_rank_prints_last_is_what_it_has_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "printed", ["", "hello", "{}", '{"operation": "3"}', '{"operation": 3, "missing": ["x"]}']
+    "printed", ["", "hello", "{}", '{"operation": "3"}', '{"operation": 3, "awaited": ["x"]}']
 )
 def test_the_last_words_of_a_rank_that_prints_nothing_of_use_are_told(
     tmp_path: Path, printed: str
@@ -180,7 +180,7 @@ def test_the_pair_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_under_torchrun_the_ranks_of_the_job_exchange_rows() -> None:
     ran = subprocess.run(
-        [sys.executable, *torchrun(2), "-m", "deep_ep.doctor", "--test", "--json", "-"],
+        [sys.executable, *torchrun(2), "-m", "deep_ep.doctor", "--test", "--json"],
         capture_output=True,
         text=True,
         check=False,

@@ -95,7 +95,7 @@ def test_gpus_that_the_build_does_not_fit_are_named(
         ),
         (
             *("P2P", "nvidia-smi topo -p2p r", P2P.format("CNS")),
-            *(FAIL, "GPU0-GPU1: the chipset does not support it", "ACS"),
+            *(FAIL, "GPU0-GPU1 (CNS)", "ACS"),
         ),
         (
             *("fabric", FABRIC, "0, In Progress\n1, Completed\n"),

@@ -31,7 +31,7 @@ MODEL = ("--tokens", "128", "--hidden", "7168", "--experts", "256", "--topk", "8
 # Those that every machine has.
 LINES = (
     "deep_ep, deep_ep._cpu, deep_ep._cuda, deep_ep._cuda_nvshmem, torch, NVSHMEM, NVSHMEM in process, "
-    "GPU, RDMA devices, /dev/shm, memlock, open files, /proc, ptrace, memory of container, variables, timeout, "
+    "GPU, RDMA ports, /dev/shm, memlock, open files, ptrace, memory of container, variables, timeout, "
     "kernels of others, sizes, queue depth, memory per GPU"
 )
 
@@ -52,7 +52,7 @@ def python(
 
 @pytest.mark.exhaustive
 def test_this_machine_has_every_line_and_a_status_that_follows_from_them() -> None:
-    ran = python("-m", "deep_ep.doctor", "--json", "-", *MODEL)
+    ran = python("-m", "deep_ep.doctor", "--json", *MODEL)
     said = json.loads(ran.stdout)
     names = {finding["name"] for finding in said["findings"]}
     assert names >= set(LINES.split(", "))
@@ -65,7 +65,7 @@ def test_this_machine_has_every_line_and_a_status_that_follows_from_them() -> No
 @pytest.mark.parametrize(("where", "statuses"), [(">&-", {0, 1}), (">/dev/full", {2})])
 def test_output_that_nobody_takes_ends_in_no_traceback(where: str, statuses: set[int]) -> None:
     ran = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m deep_ep.doctor --json - {where}"],
+        ["bash", "-c", f"{sys.executable} -m deep_ep.doctor --json {where}"],
         capture_output=True,
         text=True,
         check=False,
@@ -92,29 +92,6 @@ def test_a_fail_is_the_exit_status_and_the_summary_names_it() -> None:
     assert ran.returncode == 1
     assert "fail   variable out of range  DEEP_EP_TIMEOUT_S is 'never'" in ran.stdout
     assert "variable out of range" in ran.stdout.splitlines()[-1]
-
-
-def test_why_is_told_of_what_is_bad_and_on_request_of_everything(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    main([])
-    brief = capsys.readouterr().out
-    main(["--verbose"])
-    assert brief.count("why:") < capsys.readouterr().out.count("why:")
-
-
-def test_json_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "findings.json"
-    status = main(["--json", str(target)])
-    assert json.loads(target.read_text())["exit_status"] == status
-    assert not capsys.readouterr().out
-
-
-def test_a_file_that_cannot_be_written_is_a_bad_argument(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--json", str(tmp_path / "none" / "findings.json")]) == 2
-    assert "findings.json: No such file or directory" in capsys.readouterr().err
 
 
 def test_part_of_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ OPEN_DRIVER = {
     "/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64 570.86"
 }
 PORT = "/sys/class/infiniband/{}/ports/1"
-MLX5 = "/usr/lib/x86_64-linux-gnu/libmlx5.so.1.25.50.0"
+MLX5 = "/usr/lib/x86_64-linux-gnu/libmlx5.so.1"
 PARAMETERS = "/proc/driver/nvidia/params"
 
 
@@ -53,7 +53,7 @@ def look(tmp_path: Path, *files: dict[str, str], **environment: str) -> list[Fin
 def test_a_machine_with_all_that_ibgda_needs_is_ok(tmp_path: Path) -> None:
     findings = look(tmp_path)
     assert {finding.status for finding in findings} == {OK}
-    found = named(findings, "RDMA device").found
+    found = named(findings, "RDMA ports").found
     assert "MT4129, firmware 28.39.1002" in found
     assert "ACTIVE, InfiniBand, 400 Gb/sec" in found
 
@@ -66,15 +66,15 @@ def test_no_devices_fail_only_where_ranks_are_on_several_hosts(
     tmp_path: Path, environment: dict[str, str], status: str
 ) -> None:
     (found,) = examine(network.CHECKS, made_up(tmp_path, DRIVER, environment=environment))
-    assert (found.name, found.status) == ("RDMA devices", status)
+    assert (found.name, found.status) == ("RDMA ports", status)
 
 
 def test_a_port_that_is_down_is_named_and_all_down_fail(tmp_path: Path) -> None:
     findings = look(tmp_path / "one", device("mlx5_1", state="1: DOWN"))
-    states = {finding.found[:6]: finding.status for finding in all_named(findings, "RDMA device")}
+    states = {finding.found[:6]: finding.status for finding in all_named(findings, "RDMA ports")}
     assert states == {"mlx5_0": OK, "mlx5_1": WARN}
     findings = look(tmp_path / "all", device("mlx5_0", state="1: DOWN"))
-    assert named(findings, "RDMA devices").status == FAIL
+    assert named(findings, "RDMA ports").status == FAIL
 
 
 def test_devices_that_cannot_be_opened_fail(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_error_counters_above_zero_are_named(tmp_path: Path) -> None:
     counters = {f"{port}/counters/link_downed": "3", f"{port}/hw_counters/req_cqe_error": "7"}
     found = named(look(tmp_path, counters), "RDMA errors")
     assert found.status == WARN
-    assert "port 1 link_downed 3, port 1 req_cqe_error 7" in found.found
+    assert "mlx5_0 port 1: link_downed 3, req_cqe_error 7" in found.found
     assert "loses rows" in found.why
 
 
@@ -118,12 +118,12 @@ def test_an_old_libmlx5_is_named(tmp_path: Path) -> None:
 
 
 def test_the_libmlx5_is_the_one_that_the_loader_follows(tmp_path: Path) -> None:
-    older = MLX5.replace("1.25.50", "1.9.40")
-    link = (tmp_path / MLX5.lstrip("/")).with_name("libmlx5.so.1")
+    newer, older = f"{MLX5}.25.50.0", f"{MLX5}.9.40.0"
+    link = tmp_path / MLX5.lstrip("/")
     link.parent.mkdir(parents=True)
-    link.symlink_to(Path(MLX5).name)
-    found = named(look(tmp_path, {older: "MLX5_1.9"}), "libmlx5")
-    assert (found.status, found.found) == (OK, MLX5)
+    link.symlink_to(Path(newer).name)
+    found = named(look(tmp_path, {newer: "MLX5_1.25", older: "MLX5_1.9"}), "libmlx5")
+    assert (found.status, found.found) == (OK, newer)
 
 
 def test_missing_options_of_the_driver_are_named_with_the_line_that_sets_them(

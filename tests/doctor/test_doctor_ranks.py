@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import HashStore
 
 from deep_ep import base
-from deep_ep.doctor import exchange, ranks
+from deep_ep.doctor import exchange, job
 from deep_ep.doctor.checks import FAIL, WARN, fail, ok, warn
-from deep_ep.doctor.exchange import Job
-from deep_ep.doctor.ranks import Meeting, RankReport, job_of, together
+from deep_ep.doctor.job import Job, Meeting, job_of
+from deep_ep.doctor.ranks import RankReport, gather, together
 from made_up_host import all_named, made_up, named
 from support.launch import on_threads
 from support.program import run_program, torchrun
@@ -23,14 +23,14 @@ LINE = ok("2.9", "why", name="torch", agreed={"torch": "2.9"})
 # A rank that cannot start: it ends once the others have published, or never does anything.
 NEVER_STARTS = """
 import os, runpy, sys, time
-if os.environ["RANK"] == "{absent}":
+if os.environ["RANK"] == "1":
     from torch.distributed import PrefixStore, TCPStore
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store = PrefixStore("deep_ep.doctor", store)
-    while store.add("came", 0) < 1:
+    while not store.check(["report 0"]):
         time.sleep(0.05)
     sys.exit(7)
-sys.argv = ["doctor", "--deadline", "60", "--json", "{target}"]
+sys.argv = ["doctor", "--deadline", "60", "--json"]
 runpy.run_module("deep_ep.doctor", run_name="__main__")
 """
 
@@ -44,11 +44,8 @@ def meet(
         ended.set()
 
     def run(rank: int) -> dict[int, RankReport] | None:
-        job = Job(rank, size, "", is_served=False)
-        meeting = Meeting(store, job, patience_s, ended)
-        said = meeting.gather(RankReport("a", [LINE]))
-        meeting.leave(has_reported=said is not None)
-        return said
+        place = Job(rank, size, "", 0, is_served=False)
+        return gather(Meeting(store, place, patience_s, ended), RankReport("a", [LINE]))
 
     came = [rank for rank in range(size) if rank not in absent]
     return dict(zip(came, on_threads(run, came)))
@@ -72,7 +69,7 @@ def test_ranks_that_do_not_come_are_named_though_the_first_is_one_of_them() -> N
 
 
 def test_a_job_that_is_being_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_GRACE_S", 0.2)
+    monkeypatch.setattr(job, "_GRACE_S", 0.2)
     said = meet(2, absent=(1,), patience_s=1e9, hurry=True)
     assert said[0] is not None
     assert sorted(said[0]) == [0]
@@ -91,10 +88,8 @@ def test_a_job_that_is_being_ended_is_not_waited_for(monkeypatch: pytest.MonkeyP
 )
 def test_what_no_doctor_of_this_version_publishes_is_a_finding(published: str) -> None:
     store = HashStore()
-    store.set("rank 1", published)
-    store.add("came", 1)
-    meeting = Meeting(store, Job(0, 2, ""), 60, threading.Event())
-    said = meeting.gather(RankReport("a", [LINE]))
+    store.set("report 1", published)
+    said = gather(Meeting(store, Job(0, 2, "", 0), 60), RankReport("a", [LINE]))
     assert said is not None
     assert said[0] == RankReport("a", [LINE])
     findings = together(said, 2)
@@ -105,22 +100,19 @@ def test_what_no_doctor_of_this_version_publishes_is_a_finding(published: str) -
 
 def test_a_rank_without_numpy_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     store, said = HashStore(), RankReport("a", [LINE], exchange.Tried(1, bad_pairs=[(0, 1)]))
-    for name in ("rank 0", "reported"):
-        store.set(name, "")
-    store.add("came", 1)
+    store.set("report 0", "")
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "deep_ep.base.codec", None)
         without.delattr(base, "codec")
-        meeting = Meeting(store, Job(1, 2, ""), 60, threading.Event())
-        assert meeting.gather(said) is None
-    assert exchange.read(RankReport, store.get("rank 1")) == said
+        assert gather(Meeting(store, Job(1, 2, "", 0), 60), said) is None
+    assert exchange.read(RankReport, store.get("report 1")) == said
 
 
 def test_what_ranks_publish_moves_no_cursor() -> None:
     tried = exchange.Tried(operation=1, error="\x1b[2J", verdicts=["\x1b[1m"])
     line = warn("\x1b]0;x\x07", "\r", name="a\x1b[0m", agreed={"\x1b": "\x1b"})
-    meeting = Meeting(HashStore(), Job(0, 2, ""), 0, threading.Event())
-    said = meeting.gather(RankReport("\x1b[3A", [line], tried))
+    meeting = Meeting(HashStore(), Job(0, 2, "", 0), 0)
+    said = gather(meeting, RankReport("\x1b[3A", [line], tried))
     assert said is not None
     assert said[0].tried == exchange.Tried(operation=1, error="\\x1b[2J", verdicts=["\\x1b[1m"])
     assert said[0].host == "\\x1b[3A"
@@ -161,20 +153,20 @@ def test_what_is_bad_on_some_ranks_stands_once_with_their_numbers() -> None:
 
 def test_a_job_is_what_a_launcher_says(tmp_path: Path) -> None:
     said = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert job_of(made_up(tmp_path, environment=said)) == Job(3, 8, "tcp://10.0.0.1:29500", False)
+    assert job_of(made_up(tmp_path, environment=said)) == Job(3, 8, "10.0.0.1", 29500, False)
     served = {**said, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert job_of(made_up(tmp_path, environment=served)) == Job(3, 8, "tcp://10.0.0.1:29500")
+    assert job_of(made_up(tmp_path, environment=served)) == Job(3, 8, "10.0.0.1", 29500)
     assert job_of(made_up(tmp_path, environment={**said, "WORLD_SIZE": "1"})) is None
     assert job_of(made_up(tmp_path)) is None
 
 
 @pytest.mark.exhaustive
 def test_under_torchrun_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
-    target, program = tmp_path / "report.json", tmp_path / "ranks.py"
-    program.write_text(NEVER_STARTS.format(absent=1, target=target))
+    program = tmp_path / "ranks.py"
+    program.write_text(NEVER_STARTS)
     ran = run_program(program, launcher=torchrun(2), timeout_s=120)
     assert ran.returncode == 1, ran.stderr
-    report = json.loads(target.read_text())
+    report = json.loads(ran.stdout)
     (attendance,) = [finding for finding in report["findings"] if finding["name"] == "ranks"]
     assert attendance["found"] == "rank 1 did not come; rank 0 did, on 1 host"
     assert report["exit_status"] == 1

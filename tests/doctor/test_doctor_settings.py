@@ -82,7 +82,6 @@ def test_the_process_s_own_environment_does_not_count(
         ({"DEEP_EP_DIAGNOSE_DIR": "/tmp/x"}, {}, WARN, "DEEP_EP_DIAGNOSE is off"),
         ({"DEEP_EP_INJECT": "hot-rank=1"}, {}, WARN, "DEEP_EP_INJECT=hot-rank=1"),
         ({"NVSHMEM_IBGDA_NIC_HANDLER": "cpu"}, {}, WARN, "NIC_HANDLER=cpu"),
-        ({"DEEP_EP_RANKS_PER_NODE": "3", "WORLD_SIZE": "8"}, {}, FAIL, "does not divide"),
         (
             *({"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_WORLD_SIZE": "4"}, {}),
             *(FAIL, "LOCAL_WORLD_SIZE=4 ranks"),
