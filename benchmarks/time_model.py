@@ -149,7 +149,7 @@ def _tune(gpus: list[str], num_nodes: int) -> modelled.ModelledGroup:
     group = Group(_time_model.load(), costs, shape, RANKS_PER_NODE, TUNED_SHRINK)
     times: dict[Trial, Times] = {}
 
-    def measure(tried: Sequence[Trial]) -> list[Times]:
+    def measure(_: str, tried: Sequence[Trial]) -> list[Times]:
         for trial in tried:
             if trial not in times:
                 one = _time_model.normal(group, *trial)

@@ -12,7 +12,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from deep_ep.buffer import Buffer
 from deep_ep.doctor.host import Host
-from deep_ep.doctor.job import job_of
+from deep_ep.doctor.job import Job, job_of
 from deep_ep.errors import EPArgumentError, EPError
 from deep_ep.native import backend
 from deep_ep.tune import choice, links, meeting, memory, modelled, trials
@@ -36,45 +36,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program on one rank and returns its exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    _refuse_others(parser, given)
+    if (given.model is None) != (given.ranks is None):
+        parser.error("--model and --ranks go together, such as --model H200 --ranks 8x8")
     experts = _experts(parser, given)
+    console = Console(width=120, highlight=False)
     try:
         if given.model is not None:
-            _look_up(experts, given)
+            _look_up(console, experts, given)
             return 0
         job = job_of(Host())
         if job is None:
             parser.error(
                 "no rank has been started; use a launcher: torchrun --nproc-per-node 8 -m deep_ep.tune"
             )
+        console.quiet = job.rank != 0
         on_gpu = backend.get().name == "cuda"
         if on_gpu:
             torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
         with meeting.joined(job, "nccl" if on_gpu else "gloo"):
             _require_equal(given)
+            console.print(f"{memory.machine()}; {job.size} ranks")
             if given.measure_links:
-                _measure_links(given.rounds)
+                _measure_links(console, given.rounds)
             else:
-                _tune(experts, given, is_first_here=job.local_rank == 0)
+                _tune(console, experts, given, job)
     except (EPError, OSError) as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 1
     return 0
-
-
-def _refuse_others(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Options that do not go with `--model`, or only with it."""
-    if given.model is None:
-        if given.ranks is not None:
-            parser.error("--ranks is for --model; the launcher says how many ranks there are")
-        return
-    if given.ranks is None:
-        parser.error("--model needs --ranks, such as 8x8: nodes times ranks of each")
-    for name in ("tokens", "hidden", "experts", "topk", "fp8", "rounds", "measure_links", "again"):
-        if getattr(given, name) != parser.get_default(name):
-            parser.error(
-                f"--{name.replace('_', '-')} is for what is measured; --model has computed one exchange"
-            )
 
 
 def _require_equal(given: argparse.Namespace) -> None:
@@ -91,22 +80,17 @@ def _require_equal(given: argparse.Namespace) -> None:
                 )
 
 
-def _tune(experts: Experts | None, given: argparse.Namespace, *, is_first_here: bool) -> None:
+def _tune(console: Console, experts: Experts | None, given: argparse.Namespace, job: Job) -> None:
     """Finds what was remembered, or measures chunk sizes and then SMs with the best of them. Collective."""
     model = Model(given.hidden, given.tokens, given.topk, given.experts, given.fp8)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    console = Console(width=120, quiet=rank != 0, highlight=False)
-    console.print(f"{memory.machine()}; {num_ranks} ranks; {model}")
-    tuned = memory.remembered(model, num_ranks, experts)
-    everywhere: list[object] = [None] * num_ranks
+    console.print(str(model))
+    tuned = None if given.again else memory.remembered(model, job.size, experts)
+    everywhere: list[object] = [None] * job.size
     dist.all_gather_object(everywhere, tuned)
     # Where one host does not know it, or knows another one, it is measured again on all.
-    is_known = False
-    if tuned is not None and everywhere.count(tuned) == num_ranks and not given.again:
-        is_known = True
-        console.print("remembered; --again measures again")
-    else:
-        recommended = _recommended(num_ranks)
+    is_new = tuned is None or everywhere.count(tuned) < job.size
+    if tuned is None or is_new:
+        recommended = _recommended(job.size)
         # Buffers grow with SMs, and where a size is rounded up also with steps.
         largest = [
             trial
@@ -115,30 +99,29 @@ def _tune(experts: Experts | None, given: argparse.Namespace, *, is_first_here: 
         ]
         exchange = Exchange(dist.group.WORLD, model, largest)
         measure = functools.partial(exchange.measure, rounds=given.rounds)
-        show = functools.partial(_show, console)
         num_nodes = exchange.num_nodes()
-        tuned = choice.search(recommended, num_nodes, given.num_sms, experts, measure, show)
-        exchange.close()
+        tuned = _search(console, recommended, num_nodes, given.num_sms, experts, measure)
+        exchange.buffer.destroy()
+    else:
+        console.print("remembered; --again measures again")
     # One file that cannot be written does not cost the other.
     try:
-        _say(console, tuned, given.output if rank == 0 else None)
+        _say(console, tuned, given.output if job.rank == 0 else None)
     finally:
-        if is_first_here and not is_known:
-            path = memory.remember(model, num_ranks, experts, tuned)
-            console.print(f"remembered in {path}")
+        if job.local_rank == 0 and is_new:
+            console.print(f"remembered in {memory.remember(model, job.size, experts, tuned)}")
 
 
-def _look_up(experts: Experts | None, given: argparse.Namespace) -> None:
+def _look_up(console: Console, experts: Experts | None, given: argparse.Namespace) -> None:
     """Answers from what a model of the GPU computed, without ranks."""
-    console = Console(width=120, highlight=False)
     num_nodes, per_node = given.ranks
     group = modelled.find(given.model, num_nodes, per_node)
     console.print(
         f"{given.model}, by a model, not measured: {num_nodes} x {per_node} ranks, {group.tokens} "
         f"tokens x 7168 x top-8 of 256 experts, FP8 out and BF16 back\n{modelled.ERROR}"
     )
-    recommended, show = _recommended(num_nodes * per_node), functools.partial(_show, console)
-    tuned = choice.search(recommended, num_nodes, given.num_sms, experts, group.measure, show)
+    recommended = _recommended(num_nodes * per_node)
+    tuned = _search(console, recommended, num_nodes, given.num_sms, experts, group.measure)
     _say(console, tuned, given.output)
 
 
@@ -151,13 +134,11 @@ def _say(console: Console, tuned: Tuned, output: Path | None) -> None:
         output.write_text(f"{text}\n")
 
 
-def _measure_links(rounds: int) -> None:
+def _measure_links(console: Console, rounds: int) -> None:
     """Prints what links carry, as other programs take it."""
     speeds = links.measure(links.NUM_BYTES, rounds)
-    console = Console(width=120, quiet=dist.get_rank() != 0, highlight=False)
     console.print(
-        f"{memory.machine()}; {dist.get_world_size()} ranks; {links.NUM_BYTES >> 20} MiB of each rank, all_to_all of "
-        f"{dist.get_backend()}, the slowest rank's median of {rounds}"
+        f"{links.NUM_BYTES >> 20} MiB of each rank, all_to_all of {dist.get_backend()}, the slowest rank's median of {rounds}"
     )
     for name, speed in (("within a node", speeds.nvlink), ("between nodes", speeds.nic)):
         console.print(f"{name}: " + ("no such links" if speed is None else f"{speed:.3g} GB/s"))
@@ -166,33 +147,41 @@ def _measure_links(rounds: int) -> None:
     console.print(f"for python -m deep_ep.diagnose: --links {given}")
 
 
+def _search(
+    console: Console,
+    base: Trial,
+    num_nodes: int,
+    num_sms: Sequence[int],
+    experts: Experts | None,
+    measure: Callable[[Sequence[Trial]], Sequence[Times]],
+) -> Tuned:
+    """What to take of what was measured, which is shown."""
+
+    def measure_and_show(title: str, tried: Sequence[Trial]) -> Sequence[Times]:
+        times = measure(tried)
+        columns = ["SMs", "NVLink step", "RDMA step", "dispatch us", "combine us"]
+        if experts is not None:
+            columns += ["experts beside it us", "layer us"]
+        table = Table(*columns, title=title)
+        for trial, each in zip(tried, times):
+            num_sms = trial.dispatch.num_sms
+            # Where dispatch and combine differ, a step is written DISPATCH/COMBINE.
+            steps = [
+                "/".join(dict.fromkeys(str(getattr(config, name)) for config in trial))
+                for name in (trials.NVL_STEP, trials.RDMA_STEP)
+            ]
+            microseconds = [each.dispatch, each.combine]
+            if experts is not None:
+                microseconds += [experts.beside(num_sms), choice.layer_us(trial, each, experts)]
+            table.add_row(str(num_sms), *steps, *(f"{us:.0f}" for us in microseconds))
+        console.print(table)
+        return times
+
+    return choice.search(base, num_nodes, num_sms, experts, measure_and_show)
+
+
 def _recommended(num_ranks: int) -> Trial:
     return Trial(Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks))
-
-
-def _show(
-    console: Console,
-    title: str,
-    tried: Sequence[Trial],
-    times: Sequence[Times],
-    experts: Experts | None,
-) -> None:
-    columns = ["SMs", "NVLink step", "RDMA step", "dispatch us", "combine us"]
-    if experts is not None:
-        columns += ["experts beside it us", "layer us"]
-    table = Table(*columns, title=title)
-    for trial, each in zip(tried, times):
-        num_sms = trial.dispatch.num_sms
-        # Where dispatch and combine differ, a step is written DISPATCH/COMBINE.
-        steps = [
-            "/".join(dict.fromkeys(str(getattr(config, name)) for config in trial))
-            for name in (trials.NVL_STEP, trials.RDMA_STEP)
-        ]
-        microseconds = [each.dispatch, each.combine]
-        if experts is not None:
-            microseconds += [experts.beside(num_sms), choice.layer_us(trial, each, experts)]
-        table.add_row(str(num_sms), *steps, *(f"{us:.0f}" for us in microseconds))
-    console.print(table)
 
 
 def _experts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Experts | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from deep_ep.tune import trials
@@ -57,23 +57,16 @@ def search(
     num_nodes: int,
     num_sms: Iterable[int],
     experts: Experts | None,
-    measure: Callable[[Sequence[Trial]], Sequence[Times]],
-    show: Callable[[str, Sequence[Trial], Sequence[Times], Experts | None], None] | None = None,
+    measure: Callable[[str, Sequence[Trial]], Sequence[Times]],
 ) -> Tuned:
-    """Chunk sizes first, then SMs with the best of them.
-
-    What settings take is measured, and shown: a title, settings, their times, and the experts if they count.
-    """
+    """Chunk sizes first, then SMs with the best of them; `measure` takes a title and settings."""
     tried = trials.chunk_trials(base, num_nodes)
-    times = measure(tried)
-    chunks, reason = best_chunks(tried, times)
-    if show is not None:
-        show(f"steps of tokens, {base.dispatch.num_sms} SMs; {reason}", tried, times, None)
+    chunks, why = best_chunks(
+        tried, measure(f"steps of tokens, {base.dispatch.num_sms} SMs", tried)
+    )
     tried = trials.sm_trials(chunks, sorted(num_sms))
-    times = measure(tried)
-    if show is not None:
-        show("SMs, with these steps", tried, times, experts)
-    return best_sms(tried, times, experts)
+    tuned = best_sms(tried, measure("SMs, with the fastest of these steps", tried), experts)
+    return replace(tuned, reason=f"{tuned.reason}; steps: {why}")
 
 
 def best_chunks(tried: Sequence[Trial], times: Sequence[Times]) -> tuple[Trial, str]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from deep_ep.base import env, files
+from deep_ep.base import codec, env, files
 from deep_ep.native import backend
 from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Model
-from deep_ep.types.config import DEFAULT_RANKS_PER_NODE, Config
+from deep_ep.types.config import DEFAULT_RANKS_PER_NODE
 
 
 def sections(tuned: Tuned) -> dict[str, dict[str, int]]:
@@ -38,13 +38,7 @@ def remembered(model: Model, ranks: int, experts: Experts | None = None) -> Tune
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         entry = json.loads(files.read(env.tuned()))[_key(model, ranks, experts)]
-        return Tuned(
-            Config(**entry["normal_dispatch"]),
-            Config(**entry["normal_combine"]),
-            float(entry["dispatch_us"]),
-            float(entry["combine_us"]),
-            str(entry["reason"]),
-        )
+        return codec.from_plain(Tuned, entry)
     return None
 
 
@@ -55,12 +49,7 @@ def remember(model: Model, ranks: int, experts: Experts | None, tuned: Tuned) ->
     # A damaged file is written anew: all in it can be measured again.
     with contextlib.suppress(OSError, ValueError, TypeError):
         entries = dict(json.loads(files.read(path)))
-    entries[_key(model, ranks, experts)] = {
-        **sections(tuned),
-        "dispatch_us": tuned.dispatch_us,
-        "combine_us": tuned.combine_us,
-        "reason": tuned.reason,
-    }
+    entries[_key(model, ranks, experts)] = codec.to_plain(tuned)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.replace(path, json.dumps(entries, indent=1).encode(), mode=0o644)
     return path

@@ -84,16 +84,12 @@ def read() -> list[ModelledGroup]:
 
 
 def write(groups: Sequence[ModelledGroup]) -> None:
-    """Puts these in the place of what was computed before, a line each setting."""
-    entries = []
+    """Puts these in the place of what was computed before, a line each group."""
+    lines = []
     for group in groups:
-        lines = [
-            json.dumps(
-                [*map(astuple, trial), [round(us, 1) for us in (times.dispatch, times.combine)]]
-            )
+        times = [
+            [*map(astuple, trial), [round(us, 1) for us in (times.dispatch, times.combine)]]
             for trial, times in group.times.items()
         ]
-        head = {name: getattr(group, name) for name in _HEAD}
-        times = ",\n  ".join(lines)
-        entries.append(f'{json.dumps(head)[:-1]}, "times": [\n  {times}\n ]}}')
-    FILE.write_text("[\n " + ",\n ".join(entries) + "\n]\n")
+        lines.append(json.dumps({**{name: getattr(group, name) for name in _HEAD}, "times": times}))
+    FILE.write_text("[\n " + ",\n ".join(lines) + "\n]\n")

@@ -144,10 +144,6 @@ class Exchange:
         errors = _MEDIAN_ERROR * deviations / rounds**0.5
         return [Times(*us) for us in np.hstack([medians, errors]).tolist()]
 
-    def close(self) -> None:
-        """Frees the buffer. Collective."""
-        self.buffer.destroy()
-
     def _round(self, trial: Trial) -> tuple[float, float]:
         self.buffer.communicator.group.barrier()
         (_, recv_idx, _, _, handle, _), dispatch_us = self._timed(

@@ -7,14 +7,14 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from deep_ep import Config
-from deep_ep.doctor import ranks
+from deep_ep.doctor.job import Job
 from deep_ep.tune import Model, Tuned, choice, meeting, memory, modelled, remembered, trials
+from deep_ep.tune import __main__ as program
 from deep_ep.tune.__main__ import main
 from deep_ep.tune.choice import Experts
 from deep_ep.tune.trials import Times, Trial
@@ -132,13 +132,9 @@ def test_a_file_of_something_else_is_no_memory(text: str) -> None:
         (["--tokens", "0"], "at least 1"),
         (["--tokens", "many"], "'many'; it must be an integer of at least 1"),
         ([], "torchrun --nproc-per-node 8 -m deep_ep.tune"),
-        (["--model", "H200"], "--model needs --ranks, such as 8x8"),
+        (["--model", "H200"], "--model and --ranks go together, such as --model H200 --ranks 8x8"),
         (["--model", "H200", "--ranks", "64"], "'64'; it must be nodes x ranks of each"),
-        (
-            ["--model", "H200", "--ranks", "1x8", "--tokens", "128"],
-            "--tokens is for what is measured",
-        ),
-        (["--ranks", "1x8"], "--ranks is for --model"),
+        (["--ranks", "1x8"], "--model and --ranks go together"),
     ],
 )
 def test_bad_arguments_end_with_2(
@@ -150,22 +146,21 @@ def test_bad_arguments_end_with_2(
     assert words in capsys.readouterr().err
 
 
-def test_chunks_are_chosen_before_sms_and_both_are_shown() -> None:
-    shown: list[tuple[str, int]] = []
+def test_chunks_are_chosen_before_sms() -> None:
+    measured = []
 
-    def measure(tried: Sequence[Trial]) -> list[Times]:
+    def measure(title: str, tried: Sequence[Trial]) -> list[Times]:
+        measured.append(len(tried))
         return [
             Times(1000 / config.num_sms - config.num_max_nvl_chunked_send_tokens, 10)
             for config, _ in tried
         ]
 
-    tuned = choice.search(
-        BASE, 1, [8, 4], None, measure, lambda title, tried, *_: shown.append((title, len(tried)))
-    )
+    tuned = choice.search(BASE, 1, [8, 4], None, measure)
     assert tuned.dispatch_config == Config(8, max(trials.NVL_SENDS), 256, 6, 128)
     assert tuned.combine_config == Config(8, 4, 256, 6, 128)
-    assert [count for _, count in shown] == [1 + len(trials.NVL_SENDS), 2]
-    assert "dispatch: " in shown[0][0]
+    assert measured == [1 + len(trials.NVL_SENDS), 2]
+    assert "dispatch: " in tuned.reason
 
 
 def test_a_model_answers_for_each_gpu_without_ranks(
@@ -219,7 +214,7 @@ def test_arguments_that_differ_between_ranks_are_named(
     def gather(of_ranks: list[dict[str, object]], mine: dict[str, object]) -> None:
         of_ranks[:] = [mine, {**mine, "num_sms": [4]}]
 
-    monkeypatch.setattr(ranks, "job_of", lambda _: SimpleNamespace(local_rank=0))
+    monkeypatch.setattr(program, "job_of", lambda _: Job(0, 2, "nowhere", 0))
     monkeypatch.setattr(meeting, "joined", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
