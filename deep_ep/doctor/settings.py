@@ -21,7 +21,7 @@ _SHOWN = re.compile(
 # Each rank has its own.
 _PER_RANK = {"CUDA_VISIBLE_DEVICES"}
 # Launchers set these for every rank; only `deep_ep.utils.envs.init_dist` gives them a meaning of its own.
-_OF_LAUNCHERS = (env.master_addr, env.master_port, env.world_size, env.node_rank)
+OF_LAUNCHERS = (env.master_addr, env.master_port, env.world_size, env.node_rank)
 # Shorter ones are ended by a rank that compiles kernels, seconds.
 _PATIENT_S = 600.0
 # Where programs keep what they have compiled: variable, folder below the home.
@@ -59,7 +59,7 @@ def _out_of_range(host: Host) -> Iterator[Finding]:
     """The first Buffer raises EPArgumentError."""
     for variable in env.VARIABLES:
         try:
-            if variable not in _OF_LAUNCHERS:
+            if variable not in OF_LAUNCHERS:
                 variable()
         except EPArgumentError as error:
             found, _, repair = str(error).removeprefix("environment: ").partition(". ")

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deep_ep.doctor.checks import Finding
+from deep_ep.doctor.checks import OK, Finding
 from deep_ep.doctor.host import Host, Ran
 
 DRIVER = {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module 570.86"}
+RDMA = {"/sys/class/infiniband/mlx5_0/fw_ver": "28.39"}
 # `nvidia-smi topo -m` as the driver prints it: tabs, and an underlined header.
 MATRIX = (
     "\t\x1b[4mGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
@@ -58,8 +59,10 @@ def made_up(
 
 
 def named(findings: Iterable[Finding], name: str) -> Finding:
-    """The one finding of this name."""
+    """The one finding of this name, which says why it matters and, where it is bad, what repairs it."""
     (found,) = all_named(findings, name)
+    assert found.why
+    assert found.repair or found.status == OK
     return found
 
 

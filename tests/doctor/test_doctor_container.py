@@ -10,69 +10,55 @@ from types import SimpleNamespace
 import pytest
 
 from deep_ep.doctor import container
-from deep_ep.doctor.checks import FAIL, OK, WARN, Finding, examine, exit_status
-from made_up_host import made_up, named
+from deep_ep.doctor.checks import FAIL, OK, WARN, examine
+from made_up_host import RDMA, made_up, named
 
-RDMA = {"/sys/class/infiniband/mlx5_0/fw_ver": "28.39"}
-YAMA = "/proc/sys/kernel/yama/ptrace_scope"
-
-
-def found(tmp_path: Path, name: str, *files: dict[str, str], **limits: int) -> Finding:
-    """The line of this name where files or limits, by the name of the resource, are others."""
-    by_number = {getattr(resource, kind): (limit, -1) for kind, limit in limits.items()}
-    texts = {path: text for some in files for path, text in some.items()}
-    host = made_up(tmp_path, texts, limits=lambda kind: by_number.get(kind, (-1, -1)))
-    return named(examine(container.CHECKS, host), name)
+CGROUP = {
+    "/sys/fs/cgroup/memory.max": str(64 << 20),
+    "/sys/fs/cgroup/memory.events": "low 0\noom 3\noom_kill 2\n",
+}
 
 
-def test_wide_limits_are_ok(tmp_path: Path) -> None:
-    findings = examine(container.CHECKS, made_up(tmp_path))
-    assert exit_status(findings) == 0
-    assert named(findings, "memlock").found == "unlimited"
+def ptrace(scope: str, capabilities: str) -> dict[str, str]:
+    return {
+        "/proc/sys/kernel/yama/ptrace_scope": scope,
+        "/proc/self/status": f"Name:\tpython\nSeccomp:\t2\nCapEff:\t{capabilities}\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "limit", "status", "found"),
+    [
+        ("memlock", {}, -1, OK, "unlimited"),
+        ("memlock", {}, 65536, OK, "64 KiB"),
+        ("memlock", RDMA, 65536, FAIL, "64 KiB, and there are RDMA devices"),
+        ("open files", {}, -1, OK, "unlimited"),
+        ("open files", {}, 1024, WARN, "1024; less than 4096"),
+        ("ptrace", {}, -1, OK, "ptrace_scope 0, CAP_SYS_PTRACE no, system calls not filtered"),
+        ("ptrace", ptrace("1", "0"), -1, WARN, "scope 1, CAP_SYS_PTRACE no, system calls filtered"),
+        ("ptrace", ptrace("1", "80000"), -1, OK, "scope 1, CAP_SYS_PTRACE yes"),
+        ("ptrace", ptrace("3", "ffffffff"), -1, WARN, "scope 3, CAP_SYS_PTRACE yes"),
+        ("memory of container", {}, -1, OK, "no limit; nobody was killed"),
+        ("memory of container", CGROUP, -1, WARN, "limit 64 MiB; 2 processes were killed"),
+    ],
+)
+def test_limits_are_judged(
+    tmp_path: Path, name: str, files: dict[str, str], limit: int, status: str, found: str
+) -> None:
+    host = made_up(tmp_path, files, limits=lambda kind: (limit, -1))
+    line = named(examine(container.CHECKS, host), name)
+    assert (line.status, found in line.found) == (status, True)
+
+
+def test_each_limit_is_asked_of_its_own_resource(tmp_path: Path) -> None:
+    limits = {resource.RLIMIT_MEMLOCK: (65536, -1), resource.RLIMIT_NOFILE: (5000, -1)}
+    findings = examine(container.CHECKS, made_up(tmp_path, limits=limits.__getitem__))
+    assert named(findings, "memlock").found == "64 KiB"
+    assert named(findings, "open files").found == "5000"
 
 
 def test_a_small_dev_shm_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SimpleNamespace(total=64 << 20, free=62 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
-    shm = found(tmp_path, "/dev/shm")
+    shm = named(examine(container.CHECKS, made_up(tmp_path)), "/dev/shm")
     assert (shm.status, shm.found) == (WARN, "64 MiB, 62 MiB free; less than 1024 MiB")
-    assert "--shm-size" in shm.repair
-    assert "SIGBUS" in shm.why
-
-
-@pytest.mark.parametrize(("devices", "status"), [({}, OK), (RDMA, FAIL)])
-def test_a_small_memlock_fails_where_memory_has_to_be_registered(
-    tmp_path: Path, devices: dict[str, str], status: str
-) -> None:
-    memlock = found(tmp_path, "memlock", devices, RLIMIT_MEMLOCK=65536)
-    assert memlock.status == status
-    assert memlock.found.startswith("64 KiB")
-    assert ("ulimit memlock=-1" in memlock.repair) == (status == FAIL)
-
-
-def test_few_open_files_are_warned_of(tmp_path: Path) -> None:
-    files = found(tmp_path, "open files", RLIMIT_NOFILE=1024)
-    assert (files.status, "nofile" in files.repair) == (WARN, True)
-
-
-@pytest.mark.parametrize(
-    ("scope", "capabilities", "status"),
-    [("0", "0", OK), ("1", "0", WARN), ("1", "80000", OK), ("3", "ffffffff", WARN)],
-)
-def test_ptrace_needs_scope_or_capability(
-    tmp_path: Path, scope: str, capabilities: str, status: str
-) -> None:
-    process = f"Name:\tpython\nSeccomp:\t2\nCapEff:\t{capabilities}\n"
-    ptrace = found(tmp_path, "ptrace", {YAMA: scope, "/proc/self/status": process})
-    assert ptrace.status == status
-    assert "system calls filtered" in ptrace.found
-    assert "silent rank hangs" in ptrace.why
-
-
-def test_kills_for_memory_are_counted(tmp_path: Path) -> None:
-    group = "/sys/fs/cgroup/memory"
-    files = {f"{group}.max": str(64 << 20), f"{group}.events": "low 0\noom 3\noom_kill 2\n"}
-    memory = found(tmp_path, "memory of container", files)
-    assert memory.status == WARN
-    assert memory.found.startswith("limit 64 MiB; 2 processes were killed")
-    assert "EPRankGoneError" in memory.why

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from deep_ep.doctor import package
 from deep_ep.doctor.checks import FAIL, OK, WARN, Finding, examine
 from deep_ep.doctor.host import Host, Ran
 from deep_ep.native import nvshmem
-from made_up_host import DRIVER, all_named, made_up, named
+from made_up_host import DRIVER, RDMA, all_named, made_up, named
 
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 CONSTANTS = {
@@ -108,17 +107,6 @@ def test_a_module_that_does_not_load_says_what_its_error_means(
     assert repair in found.repair
 
 
-def test_a_module_is_tried_once_for_all_checks(tmp_path: Path) -> None:
-    tried: list[str] = []
-
-    def start(command: Sequence[str]) -> Ran:
-        tried.extend(command)
-        return Ran(0, "{}")
-
-    look(installation(tmp_path, ("_cuda",), start=start))
-    assert tried.count("_cuda") == 1
-
-
 def test_a_module_that_is_there_for_another_python_is_named(tmp_path: Path) -> None:
     host = installation(tmp_path, modules=())
     (host.package / "_cpu.cpython-38-x86_64-linux-gnu.so").touch()
@@ -126,11 +114,21 @@ def test_a_module_that_is_there_for_another_python_is_named(tmp_path: Path) -> N
     assert (found.status, "another Python (_cpu.cpython-38" in found.found) == (FAIL, True)
 
 
-@pytest.mark.parametrize(("files", "status"), [({}, OK), (DRIVER, FAIL)])
-def test_a_cuda_module_is_missed_only_where_there_is_a_gpu(
-    tmp_path: Path, files: dict[str, str], status: str
+@pytest.mark.parametrize(
+    ("module", "files", "status"),
+    [
+        ("_cpu", {}, FAIL),
+        ("_cuda", {}, OK),
+        ("_cuda", DRIVER, FAIL),
+        ("_cuda_nvshmem", DRIVER, OK),
+        ("_cuda_nvshmem", {**DRIVER, **RDMA}, WARN),
+    ],
+)
+def test_a_module_is_missed_only_where_it_could_be_used(
+    tmp_path: Path, module: str, files: dict[str, str], status: str
 ) -> None:
-    found = named(look(installation(tmp_path, files=files)), "deep_ep._cuda")
+    host = installation(tmp_path, modules=(), files=files)
+    found = named(look(host), f"deep_ep.{module}")
     assert (found.found, found.status) == ("not built", status)
 
 
@@ -161,18 +159,14 @@ def incomplete_copy(prefix: Path, version: str) -> Path:
     return folder
 
 
-def test_an_incomplete_nvshmem_is_named_with_what_it_lacks(tmp_path: Path) -> None:
-    folder = incomplete_copy(tmp_path / "nv", "3.4.5")
-    host = installation(tmp_path, environment={"NVSHMEM_DIR": str(tmp_path / "nv")})
-    found = named(look(host), "NVSHMEM")
-    assert found.status == WARN
-    assert f"{folder} (NVSHMEM_DIR) is incomplete" in found.found
-    assert "nvshmem_transport_ibgda.so" in found.found
-
-
-def test_an_incomplete_nvshmem_fails_where_it_is_needed_and_the_only_one(tmp_path: Path) -> None:
-    incomplete_copy(tmp_path / "nv", "3.8.0")
+def test_an_incomplete_nvshmem_is_named_and_fails_where_it_is_needed_and_the_only_one(
+    tmp_path: Path,
+) -> None:
+    folder = incomplete_copy(tmp_path / "nv", "3.8.0")
     environment = {"NVSHMEM_DIR": str(tmp_path / "nv")}
+    found = named(look(installation(tmp_path / "without", environment=environment)), "NVSHMEM")
+    assert found.status == WARN
+    assert f"{folder} (NVSHMEM_DIR) is incomplete: it has no nvshmem_bootstrap" in found.found
     host = built(tmp_path, environment=environment)
     assert named(look(host), "NVSHMEM").status == FAIL
     make_prefix(tmp_path / "home")
@@ -189,18 +183,14 @@ def test_several_versions_of_nvshmem_are_named_the_loader_s_first(tmp_path: Path
     assert named(look(host), "NVSHMEM").found.startswith(said)
 
 
-def test_nvshmem_is_missed_where_the_build_needs_it(tmp_path: Path) -> None:
-    found = named(look(built(tmp_path)), "NVSHMEM")
-    assert (found.status, found.found) == (FAIL, "none found")
-    assert "./install_nvshmem.sh" in found.repair
-
-
-def test_a_loaded_nvshmem_that_is_too_old_fails_with_the_command_that_replaces_it(
+def test_an_nvshmem_that_is_not_there_or_too_old_fails_with_the_command_that_replaces_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = nvshmem.HostLibrary("3.4.5", "/torch/libnvshmem_host.so.3")
     monkeypatch.setattr(nvshmem, "in_process", lambda: loaded)
     host = built(tmp_path)
+    missed = named(look(host), "NVSHMEM")
+    assert (missed.status, missed.found) == (FAIL, "none found")
     found = named(look(host), "NVSHMEM in process")
     assert found.status == FAIL
     assert "loaded: 3.4.5 (/torch/" in found.found

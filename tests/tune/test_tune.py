@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,28 +41,36 @@ def test_requests_over_rdma_are_tried_between_nodes_only() -> None:
     assert len(set(between)) == len(between)
 
 
-def test_each_direction_takes_its_own_fastest_step() -> None:
+@pytest.mark.parametrize(
+    ("times", "taken", "reason"),
+    [
+        pytest.param(
+            [Times(100, 50), Times(80, 60), Times(90, 40)],
+            (1, 2),
+            "dispatch: 20% faster than as recommended; combine: 20% faster than as recommended",
+            id="each direction takes its own fastest step",
+        ),
+        pytest.param(
+            [Times(100, 50), Times(98, 49), Times(100, 50)],
+            (0, 0),
+            "none is surely faster than the recommended ones",
+            id="what is hardly faster replaces nothing",
+        ),
+        pytest.param(
+            [Times(100, 50, 4, 0.1), Times(90, 40, 4, 0.1), Times(100, 50, 4, 0.1)],
+            (0, 1),
+            "dispatch: as recommended; combine: 20% faster than as recommended",
+            id="what is faster by chance replaces nothing",
+        ),
+    ],
+)
+def test_what_is_surely_faster_replaces_what_is_recommended(
+    times: list[Times], taken: tuple[int, int], reason: str
+) -> None:
     tried = trials.sm_trials(BASE, [20, 2, 4])
-    chosen, reason = choice.best_chunks(tried, [Times(100, 50), Times(80, 60), Times(90, 40)])
-    assert chosen == (tried[1].dispatch, tried[2].combine)
-    assert reason == (
-        "dispatch: 20% faster than as recommended; combine: 20% faster than as recommended"
-    )
-
-
-def test_what_is_hardly_faster_does_not_replace_what_is_recommended() -> None:
-    tried = trials.sm_trials(BASE, [20, 2])
-    chosen, reason = choice.best_chunks(tried, [Times(100, 50), Times(98, 49)])
-    assert chosen == BASE
-    assert reason == "none is surely faster than the recommended ones"
-
-
-def test_what_is_faster_by_chance_does_not_replace_what_is_recommended() -> None:
-    tried = trials.sm_trials(BASE, [20, 2])
-    noisy = [Times(100, 50, 4, 0.1), Times(90, 40, 4, 0.1)]
-    chosen, reason = choice.best_chunks(tried, noisy)
-    assert chosen == (tried[0].dispatch, tried[1].combine)
-    assert reason == "dispatch: as recommended; combine: 20% faster than as recommended"
+    dispatch, combine = taken
+    chosen = Trial(tried[dispatch].dispatch, tried[combine].combine)
+    assert choice.best_chunks(tried, times) == (chosen, reason)
 
 
 def test_of_equally_fast_numbers_the_fewest_sms_are_taken() -> None:
@@ -88,16 +97,12 @@ def test_beside_experts_that_take_longer_the_exchange_gets_few_sms() -> None:
 def test_what_was_chosen_is_found_again_for_the_same_model_only() -> None:
     tuned = Tuned(*BASE, 12.0, 34.0, "because")
     assert remembered(MODEL, 8) is None
-    path = memory.remember(MODEL, 8, None, tuned)
+    memory.remember(MODEL, 8, None, tuned)
     assert remembered(MODEL, 8) == tuned
     assert remembered(MODEL, 4) is None
     assert remembered(MODEL, 8, Experts(5.0, 132)) is None
     assert remembered(Model(256, 16, 2, 8, fp8=True), 8) is None
     memory.remember(MODEL, 4, None, tuned)
-    assert remembered(MODEL, 8) == tuned
-    path.write_text("{ damaged")
-    assert remembered(MODEL, 8) is None
-    memory.remember(MODEL, 8, None, tuned)
     assert remembered(MODEL, 8) == tuned
 
 
@@ -112,11 +117,11 @@ def test_a_file_in_the_home_of_the_user_is_found_there(
     assert remembered(MODEL, 8) == tuned
 
 
-@pytest.mark.parametrize("text", ["[]", "[1]", "{}", '{"a": 1}', "null"])
+@pytest.mark.parametrize("text", ["{ damaged", "[1]", '{"a": 1}', "null"])
 def test_a_file_of_something_else_is_no_memory(text: str) -> None:
     path = memory.remember(MODEL, 8, None, Tuned(*BASE, 1.0, 2.0, ""))
     key = next(iter(json.loads(path.read_text())))
-    path.write_text(json.dumps({key: {"normal_dispatch": {"num_sms": "x"}}}))
+    path.write_text(json.dumps({key: {"dispatch_config": {"num_sms": "x"}}}))
     assert remembered(MODEL, 8) is None
     path.write_text(text)
     assert remembered(MODEL, 8) is None
@@ -222,16 +227,19 @@ def test_arguments_that_differ_between_ranks_are_named(
     assert "--num-sms is [2] on rank 0, [4] on rank 1; it must be" in capsys.readouterr().err
 
 
+def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program, of a small model on two ranks."""
+    sizes = ("--tokens", "16", "--hidden", "256", "--topk", "2", "--rounds", "1")
+    return run_program(PROGRAM, *sizes, *arguments, launcher=torchrun(2))
+
+
 @pytest.mark.exhaustive
 def test_what_was_measured_is_told_although_it_cannot_be_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_EP_TUNED", "/proc/no/tuned.json")
     output = tmp_path / "config.json"
-    sizes = ("--tokens", "16", "--hidden", "256", "--experts", "8", "--topk", "2", "--rounds", "1")
-    done = run_program(
-        PROGRAM, *sizes, "--num-sms", "2", "--output", str(output), launcher=torchrun(2)
-    )
+    done = measure("--experts", "8", "--num-sms", "2", "--output", str(output))
     assert done.returncode != 0
     assert "/proc/no" in done.stderr
     assert "take 2 SMs" in done.stdout
@@ -240,8 +248,7 @@ def test_what_was_measured_is_told_although_it_cannot_be_remembered(
 
 @pytest.mark.exhaustive
 def test_experts_that_the_ranks_cannot_share_are_refused_by_name() -> None:
-    arguments = ("--experts", "7", "--tokens", "16", "--hidden", "256", "--topk", "2")
-    done = run_program(PROGRAM, *arguments, launcher=torchrun(2))
+    done = measure("--experts", "7")
     assert done.returncode != 0
     assert "experts must be a multiple of the ranks" in done.stderr
 
@@ -249,19 +256,16 @@ def test_experts_that_the_ranks_cannot_share_are_refused_by_name() -> None:
 @pytest.mark.exhaustive
 def test_the_program_measures_once_and_writes_what_config_takes(tmp_path: Path) -> None:
     output = tmp_path / "config.json"
-    arguments = (
-        *("--tokens", "16", "--hidden", "256", "--experts", "8", "--topk", "2", "--rounds", "1"),
-        *("--num-sms", "2", "4", "--output", str(output)),
-        *("--compute-us", "100", "--total-sms", "132"),
-    )
-    first = run_program(PROGRAM, *arguments, launcher=torchrun(2))
+    arguments = ("--experts", "8", "--num-sms", "2", "4", "--output", str(output))
+    beside = ("--compute-us", "100", "--total-sms", "132")
+    first = measure(*arguments, *beside)
     assert first.returncode == 0, first.stderr
     assert "remembered in" in first.stdout
     written = json.loads(output.read_text())
     configs = {name: Config(**section) for name, section in written.items()}
     assert set(configs) == {"normal_dispatch", "normal_combine"}
     assert len({config.num_sms for config in configs.values()}) == 1
-    again = run_program(PROGRAM, *arguments, launcher=torchrun(2))
+    again = measure(*arguments, *beside)
     assert again.returncode == 0, again.stderr
     assert "remembered; --again measures again" in again.stdout
     assert json.loads(output.read_text()) == written
