@@ -24,7 +24,7 @@ from deep_ep.doctor import (
     settings,
     sizes,
 )
-from deep_ep.doctor.checks import OK, Check, Finding, examine, exit_status, fail, show, to_json
+from deep_ep.doctor.checks import OK, Check, Finding, examine, fail, report
 from deep_ep.doctor.host import Host
 from deep_ep.doctor.job import Meeting, job_of
 
@@ -81,15 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(findings: list[Finding], *, as_json: bool) -> int:
     try:
-        if as_json:
-            sys.stdout.write(f"{to_json(findings)}\n")
-        else:
-            show(findings, sys.stdout)
+        status = report(findings, sys.stdout, as_json=as_json)
         sys.stdout.flush()
     except OSError as error:
         sys.stderr.write(f"{_PROGRAM}: standard output: {error.strerror}\n")
         return _BAD_ARGUMENTS
-    return exit_status(findings)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -125,24 +125,23 @@ def chain(error: BaseException) -> str:
 # ---- the report
 
 
-def exit_status(findings: Iterable[Finding]) -> int:
-    """0 unless something cannot work, else 1."""
-    return int(any(finding.status == FAIL for finding in findings))
+def report(findings: Sequence[Finding], stream: TextIO, *, as_json: bool = False) -> int:
+    """Prints them in order, with why those matter that are not ok, and a summary; in colours on a terminal.
 
-
-def summary(findings: Sequence[Finding]) -> str:
-    """One line at the end: how much of each, and what is bad by name."""
+    Returns the exit status: 1 if something cannot work, else 0.
+    """
     bad = [
         f"{len(names)} {status}: {', '.join(dict.fromkeys(names))}"
         for status in (FAIL, WARN)
-        if (names := [finding.name for finding in findings if finding.status == status])
+        if (names := [one.name for one in findings if one.status == status])
     ]
-    return "; ".join(bad) or f"all {len(findings)} lines are ok"
-
-
-def show(findings: Iterable[Finding], stream: TextIO) -> None:
-    """Prints them in order, why those that are not ok matter, and the summary; in colours on a terminal."""
-    findings = list(findings)
+    exit_status = int(any(one.status == FAIL for one in findings))
+    summary = "; ".join(bad) or f"all {len(findings)} lines are ok"
+    if as_json:
+        lines = [{"name": one.name, **asdict(one)} for one in findings]
+        said = {"exit_status": exit_status, "summary": summary, "findings": lines}
+        stream.write(f"{json.dumps(said, indent=1)}\n")
+        return exit_status
     for one in findings:
         line = f"{one.status:<{_INDENT - 1}} {one.name:<{_NAME_WIDTH}} {one.found}"
         style = _STYLES[one.status] if stream.isatty() else ""
@@ -151,16 +150,5 @@ def show(findings: Iterable[Finding], stream: TextIO) -> None:
             # Commands must survive being copied, so they stay in one line.
             if text and one.status != OK:
                 stream.write(f"{' ' * _INDENT}{label}: {text}\n")
-    stream.write(f"\n{summary(findings)}\n")
-
-
-def to_json(findings: Sequence[Finding]) -> str:
-    """An object with the exit status, the summary and every finding."""
-    return json.dumps(
-        {
-            "exit_status": exit_status(findings),
-            "summary": summary(findings),
-            "findings": [{"name": one.name, **asdict(one)} for one in findings],
-        },
-        indent=1,
-    )
+    stream.write(f"\n{summary}\n")
+    return exit_status

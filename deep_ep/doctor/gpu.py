@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from deep_ep.doctor.checks import Finding, Table, fail, ok, warn
 from deep_ep.doctor.host import Host, version_numbers
@@ -13,6 +12,7 @@ from deep_ep.doctor.package import cuda_of_torch
 CHECKS = Table()
 _COLUMNS = "index,name,compute_cap,memory.total,mig.mode.current,driver_version"
 _OLDEST_SM = (9, 0)
+_GPU = re.compile(r"GPU\d+")
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -81,38 +81,19 @@ def _no_gpu(host: Host) -> Finding:
     return ok(found, why)
 
 
-class Matrix(NamedTuple):
-    """What `nvidia-smi topo` prints.
-
-    Attributes:
-        cells: by row, then by column.
-        nics: RDMA device by name of a column.
-    """
-
-    cells: dict[str, dict[str, str]]
-    nics: dict[str, str]
-
-    def pairs(self) -> dict[tuple[str, str], str]:
-        """What is between two GPUs, each pair once."""
-        return {
-            (row, column): kind
-            for row, kinds in self.cells.items()
-            for column, kind in kinds.items()
-            if row.startswith("GPU") and re.fullmatch(r"GPU\d+", column) and row < column
-        }
-
-
-def topology(host: Host, *what: str) -> Matrix:
-    """The matrix of `nvidia-smi topo WHAT`; empty if there is none."""
+def topology(host: Host, *what: str) -> dict[tuple[str, str], str]:
+    """What `nvidia-smi topo WHAT` says is between two GPUs, each pair once, and between a GPU and an RDMA device."""
     text = _ESCAPE.sub("", host.output("nvidia-smi", "topo", *what))
+    nics = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", text, re.MULTILINE))
     rows = [[cell.strip() for cell in row.split("\t")] for row in text.splitlines()]
     header = next((row for row in rows if "GPU0" in row[1:]), [])
-    cells = {
-        row[0]: {name: kind for name, kind in zip(header[1:], row[1:]) if name and kind}
+    return {
+        (row[0], nics.get(name, name)): kind
         for row in rows
-        if re.fullmatch(r"(GPU|NIC)\d+", row[0]) and len(row) > 1
+        if _GPU.fullmatch(row[0])
+        for name, kind in zip(header[1:], row[1:])
+        if name in nics or (_GPU.fullmatch(name) and row[0] < name)
     }
-    return Matrix(cells, dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", text, re.MULTILINE)))
 
 
 @CHECKS.row(
@@ -124,7 +105,8 @@ def _nvlink(host: Host) -> Finding:
     """Ranks of a node write into each other's memory over NVLink; without it low latency takes RDMA, and normal
     operations do not work within the node.
     """
-    pairs = topology(host, "-m").pairs()
+    matrix = topology(host, "-m")
+    pairs = {pair: kind for pair, kind in matrix.items() if _GPU.fullmatch(pair[1])}
     if not pairs:
         return warn("nvidia-smi topo -m shows no matrix")
     links = host.run("nvidia-smi", "nvlink", "-s", "-i", "0").text
@@ -145,7 +127,7 @@ def _nvlink(host: Host) -> Finding:
 )
 def _peer_access(host: Host) -> Finding:
     """P2P and CUDA IPC, with which ranks of a node map each other's memory, are not allowed otherwise."""
-    pairs = topology(host, "-p2p", "r").pairs()
+    pairs = topology(host, "-p2p", "r")
     if not pairs:
         return warn("nvidia-smi topo -p2p r shows no matrix", repair="update the driver")
     closed = [f"{a}-{b} ({kind})" for (a, b), kind in pairs.items() if kind != "OK"]

@@ -221,20 +221,19 @@ def _peer_memory(host: Host) -> Finding:
 )
 def _nearest_nics(host: Host) -> Iterator[Finding]:
     """A path over the CPU's own links (SYS) has a fraction of a NIC's rate, and GPUs that share one share its rate."""
-    matrix = topology(host, "-m")
-    nearest: dict[str, tuple[str, list[str]]] = {}
-    for gpu, kinds in matrix.cells.items():
-        near = {matrix.nics[nic]: kind for nic, kind in kinds.items() if nic in matrix.nics}
-        distances = [kind for kind in _DISTANCES if kind in near.values()]
-        if gpu.startswith("GPU") and distances:
-            names = [nic for nic, kind in near.items() if kind == distances[0]]
-            nearest[gpu] = (distances[0], names)
+    near: dict[str, dict[str, str]] = {}
+    for (gpu, other), kind in topology(host, "-m").items():
+        if kind in _DISTANCES and not other.startswith("GPU"):
+            near.setdefault(gpu, {})[other] = kind
+    nearest = {
+        gpu: (kind, [nic for nic in kinds if kinds[nic] == kind])
+        for gpu, kinds in near.items()
+        for kind in [min(kinds.values(), key=_DISTANCES.index)]
+    }
     alone = [nics[0] for _, nics in nearest.values() if len(nics) == 1]
     shared = sorted({nic for nic in alone if alone.count(nic) > 1})
     bad = [f"{gpu} has none on its side" for gpu, (kind, _) in nearest.items() if kind == "SYS"]
     bad += [f"{nic} is the only near one of {alone.count(nic)} GPUs" for nic in shared]
     found = ", ".join(f"{gpu} {'/'.join(nics)} ({kind})" for gpu, (kind, nics) in nearest.items())
-    if bad:
-        yield warn(f"{found}; {', '.join(bad)}")
-    elif nearest:
-        yield ok(found)
+    if nearest:
+        yield warn(f"{found}; {', '.join(bad)}") if bad else ok(found)

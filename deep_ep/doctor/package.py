@@ -21,7 +21,6 @@ _OLDEST_TORCH = (2, 4)
 _REBUILD = (
     "in the source tree of deep_ep: pip install --no-build-isolation --force-reinstall --no-deps ."
 )
-_NVSHMEM_INSTALL = "./install_nvshmem.sh (--repair puts the pinned wheel into this environment)"
 # A module is loaded in a process of its own, which may crash; by its file, so without the package.
 _LOAD = """
 import importlib.util, json, sys
@@ -205,26 +204,23 @@ class Copy(NamedTuple):
     missing: list[str]
 
     def __str__(self) -> str:
-        return f"{self.version or 'of an unknown version'} in {self.folder} ({self.origin})"
+        lacks = f", without {', '.join(self.missing)}" if self.missing else ""
+        return f"{self.version or 'of an unknown version'} in {self.folder} ({self.origin}){lacks}"
 
 
 def _copies(host: Host) -> list[Copy]:
     """Those that a build or a process may find, the loader's own order first."""
-    places = [
-        (Path(file).parent, "LD_PRELOAD")
-        for file in re.split(r"[: ]+", host.environment.get("LD_PRELOAD", ""))
-        if "libnvshmem" in file
-    ]
-    searched = filter(None, host.environment.get("LD_LIBRARY_PATH", "").split(":"))
+    said = host.environment.get
+    preloaded = [file for file in re.split(r"[: ]", said("LD_PRELOAD", "")) if "libnvshmem" in file]
+    places = [(Path(file).parent, "LD_PRELOAD") for file in preloaded]
+    searched = filter(None, said("LD_LIBRARY_PATH", "").split(":"))
     places += [(Path(folder), "LD_LIBRARY_PATH") for folder in searched]
-    prefixes = [
-        (Path(host.environment[name]), name)
-        for name in ("NVSHMEM_DIR", "NVSHMEM_HOME")
-        if host.environment.get(name)
+    prefixes = [(said(name, ""), name) for name in ("NVSHMEM_DIR", "NVSHMEM_HOME") if said(name)]
+    prefixes.append((f"{host.package.parent}/third-party/nvshmem", "third-party/nvshmem"))
+    prefixes += [(f"{entry}/nvidia/nvshmem", "wheel") for entry in host.search_path]
+    places += [
+        (Path(prefix, lib), origin) for prefix, origin in prefixes for lib in ("lib", "lib64")
     ]
-    prefixes.append((host.package.parent / "third-party" / "nvshmem", "third-party/nvshmem"))
-    prefixes += [(Path(entry) / "nvidia" / "nvshmem", "wheel") for entry in host.search_path]
-    places += [(prefix / lib, origin) for prefix, origin in prefixes for lib in ("lib", "lib64")]
     copies: dict[Path, Copy] = {}
     for folder, origin in places:
         if any(folder.glob("libnvshmem_host.so*")):
@@ -241,30 +237,25 @@ def _nvshmem_of_build(host: Host) -> tuple[nvshmem.HostLibrary, int] | None:
     return nvshmem.built_with(_constants_of_cuda(host))
 
 
-@CHECKS.row("NVSHMEM", repair=_NVSHMEM_INSTALL)
-def _on_machine(host: Host) -> Iterator[Finding]:
+@CHECKS.row(
+    "NVSHMEM", repair="./install_nvshmem.sh (--repair puts the pinned wheel into this environment)"
+)
+def _on_machine(host: Host) -> Finding:
     """Ranks out of NVLink's reach need it; NVLink alone does not."""
-    found, is_needed = _copies(host), _nvshmem_of_build(host) is not None
-    whole = [copy for copy in found if not copy.missing]
-    if not found:
-        yield fail("none found") if is_needed else ok("none found")
-    for copy in found:
-        if copy.missing:
-            yield (fail if is_needed and not whole else warn)(
-                f"{copy} is incomplete: it has no {', no '.join(copy.missing)}",
-                "the loader takes the first folder with a library of the right name, and what the copy "
-                "lacks is missed when a job starts",
-                f"remove {copy.folder}, or {_NVSHMEM_INSTALL}",
-            )
-    if len({copy.version for copy in whole}) > 1:
-        yield warn(
-            f"several versions: {', then '.join(map(str, whole))}",
-            "a process has one of them, the first that anybody loads, and libraries and headers "
-            "of two versions do not fit together",
-            "keep one of them; LD_PRELOAD=FOLDER/libnvshmem_host.so.3 decides for one program",
-        )
-    elif whole:
-        yield ok(", ".join(map(str, whole)), agreed={"NVSHMEM": whole[0].version})
+    copies, is_needed = _copies(host), _nvshmem_of_build(host) is not None
+    if not copies:
+        return fail("none found") if is_needed else ok("none found")
+    found = ", then ".join(map(str, copies))
+    whole = [copy for copy in copies if not copy.missing]
+    if len(whole) == len(copies) and len({copy.version for copy in copies}) == 1:
+        return ok(found, agreed={"NVSHMEM": copies[0].version})
+    return (fail if is_needed and not whole else warn)(
+        found,
+        "a process has the first that anybody loads; what it lacks is missed when a job starts, and libraries and headers "
+        "of two versions do not fit together",
+        "keep a whole one, and remove the others; LD_PRELOAD=FOLDER/libnvshmem_host.so.3 decides for one program; "
+        "./install_nvshmem.sh --repair installs the pinned one",
+    )
 
 
 @CHECKS.row("NVSHMEM in process")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,17 +13,7 @@ import pytest
 import deep_ep
 from deep_ep.doctor import package
 from deep_ep.doctor.__main__ import main
-from deep_ep.doctor.checks import (
-    FAIL,
-    OK,
-    examine,
-    exit_status,
-    fail,
-    ok,
-    summary,
-    to_json,
-    warn,
-)
+from deep_ep.doctor.checks import FAIL, OK, examine, fail, ok, report, warn
 from made_up_host import made_up, named
 
 ROOT = Path(deep_ep.__file__).resolve().parent.parent
@@ -102,11 +93,13 @@ def test_a_check_that_fails_itself_does_not_end_the_others(tmp_path: Path) -> No
     assert named(findings, "deep_ep").status == OK
 
 
-def test_only_fails_are_an_exit_status() -> None:
+def test_only_fails_are_an_exit_status_and_the_summary_names_what_is_bad() -> None:
     lines = [ok("x", "y", name="a"), warn("x", "y", "z", name="b")]
-    assert exit_status(lines) == 0
-    assert summary(lines) == "1 warn: b"
-    lines.append(fail("x", "y", "z", name="c"))
-    assert exit_status(lines) == 1
-    assert summary(lines) == "1 fail: c; 1 warn: b"
-    assert json.loads(to_json(lines))["exit_status"] == 1
+    for status, last in ((0, "1 warn: b"), (1, "1 fail: c; 1 warn: b")):
+        printed, as_json = io.StringIO(), io.StringIO()
+        assert report(lines, printed) == report(lines, as_json, as_json=True) == status
+        assert printed.getvalue().splitlines()[-1] == last
+        assert printed.getvalue().count("why: y") == len(lines) - 1
+        said = json.loads(as_json.getvalue())
+        assert (said["exit_status"], said["summary"]) == (status, last)
+        lines.append(fail("x", "y", "z", name="c"))

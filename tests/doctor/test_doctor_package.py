@@ -166,12 +166,12 @@ def test_an_incomplete_nvshmem_is_named_and_fails_where_it_is_needed_and_the_onl
     environment = {"NVSHMEM_DIR": str(tmp_path / "nv")}
     found = named(look(installation(tmp_path / "without", environment=environment)), "NVSHMEM")
     assert found.status == WARN
-    assert f"{folder} (NVSHMEM_DIR) is incomplete: it has no nvshmem_bootstrap" in found.found
+    assert f"{folder} (NVSHMEM_DIR), without nvshmem_bootstrap" in found.found
     host = built(tmp_path, environment=environment)
     assert named(look(host), "NVSHMEM").status == FAIL
     make_prefix(tmp_path / "home")
     environment["NVSHMEM_HOME"] = str(tmp_path / "home")
-    assert [finding.status for finding in all_named(look(host), "NVSHMEM")] == [WARN, OK]
+    assert named(look(host), "NVSHMEM").status == WARN
 
 
 def test_several_versions_of_nvshmem_are_named_the_loader_s_first(tmp_path: Path) -> None:
@@ -179,8 +179,9 @@ def test_several_versions_of_nvshmem_are_named_the_loader_s_first(tmp_path: Path
     make_prefix(tmp_path / "site" / "nvidia" / "nvshmem", "3.4.5")
     environment = {"LD_LIBRARY_PATH": str(first)}
     host = installation(tmp_path, environment=environment, search_path=(str(tmp_path / "site"),))
-    said = f"several versions: 3.8.0 in {first} (LD_LIBRARY_PATH), then 3.4.5"
-    assert named(look(host), "NVSHMEM").found.startswith(said)
+    said = f"3.8.0 in {first} (LD_LIBRARY_PATH), then 3.4.5 in "
+    found = named(look(host), "NVSHMEM")
+    assert (found.status, found.found.startswith(said)) == (WARN, True)
 
 
 def test_an_nvshmem_that_is_not_there_or_too_old_fails_with_the_command_that_replaces_it(
