@@ -37,27 +37,27 @@ def received_by(rank: int) -> torch.Tensor:
     )
 
 
-def test_rows_that_are_all_there_in_any_order_are_right() -> None:
-    combined = identity.rows_of(1, SIZE)
-    assert identity.wrong_pairs(1, SIZE, received_by(1), combined) == []
-
-
-@pytest.mark.parametrize("damage", ["lost", "changed"])
-def test_the_source_of_a_row_that_is_lost_or_changed_is_named(damage: str) -> None:
-    received = received_by(1)
+@pytest.mark.parametrize(
+    ("damage", "pairs"),
+    [
+        ("none", []),
+        ("lost", [(2, 1)]),
+        ("changed", [(2, 1)]),
+        ("changed on its way back", [(3, 1)]),
+    ],
+)
+def test_the_ends_of_a_row_that_is_lost_or_changed_are_named(
+    damage: str, pairs: list[tuple[int, int]]
+) -> None:
+    received, combined = received_by(1), identity.rows_of(1, SIZE)
     place = int((received[:, 1] == 2).nonzero()[0])
     if damage == "lost":
         received = received[torch.arange(len(received)) != place]
-    else:
+    elif damage == "changed":
         received[place, 300] += 1
-    combined = identity.rows_of(1, SIZE)
-    assert identity.wrong_pairs(1, SIZE, received, combined) == [(2, 1)]
-
-
-def test_the_rank_from_which_a_row_comes_back_wrong_is_named() -> None:
-    combined = identity.rows_of(1, SIZE)
-    combined[2] = 0  # of the token that goes to rank (2 + 1) % 4
-    assert identity.wrong_pairs(1, SIZE, received_by(1), combined) == [(3, 1)]
+    elif damage == "changed on its way back":
+        combined[2] = 0  # of the token that goes to rank (2 + 1) % 4
+    assert identity.wrong_pairs(1, SIZE, received, combined) == pairs
 
 
 def seen(operation: int = 1, **what: Any) -> Tried:
