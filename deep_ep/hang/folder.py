@@ -31,14 +31,14 @@ class BufferDump:
     """What is known of one buffer, or what logs say.
 
     Attributes:
+        title: of what it is.
         states: by rank; none of a log.
         verdict: made of these states, here and now.
-        title: of what it is, if not of a buffer.
     """
 
+    title: str
     states: Mapping[int, RankState]
     verdict: HangVerdict
-    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_folder(*names: Path | str) -> Folder:
         except (ValueError, TypeError, OverflowError, OSError) as error:
             read.remarks.append(f"{path}: left out: {error}")
     found, notes = verdicts(read.logs)
-    buffers = _buffers(read) + tuple(BufferDump({}, v, f"logs: {v.buffer}") for v in found)
+    buffers = _buffers(read) + tuple(BufferDump(f"logs: {v.buffer}", {}, v) for v in found)
     read.remarks += notes
     if read.logs and not found:
         read.remarks.append("in the logs nobody says that it waits")
@@ -187,7 +187,8 @@ def _buffers(read: _Read) -> tuple[BufferDump, ...]:
             rank: [s for s in of_process[process] if (s.buffer, s.num_ranks) != key]
             for process, rank in processes.items()
         }
-        found.append(BufferDump(states, judge(states, nodes.get(key, 0), elsewhere)))
+        title = f"buffer {key[0] or 'without a name'}, {key[1]} ranks"
+        found.append(BufferDump(title, states, judge(states, nodes.get(key, 0), elsewhere)))
     return tuple(sorted(found, key=lambda buffer: -len(buffer.verdict.waiting)))
 
 

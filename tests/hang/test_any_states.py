@@ -15,11 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deep_ep.diagnose.__main__ import main
-from deep_ep.diagnose.cli.hang import html, svg_text
+from deep_ep.diagnose.cli.hang import html
 from deep_ep.hang import traces, wording
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.folder import BufferDump
-from deep_ep.hang.report.views import Report, view
+from deep_ep.hang.folder import BufferDump, Folder
 from deep_ep.hang.states import Call, Frame, Owed, Process, RankState, Thread, Waits
 from deep_ep.hang.verdict import judge
 from support.damaged import damaged
@@ -99,9 +98,7 @@ def test_there_is_a_verdict(states: dict[int, RankState], ranks_per_node: int) -
         assert set(cause.waited_by) <= set(verdict.waiting)
         assert wording.sentence(cause)
         assert "\n" not in wording.line(verdict)
-    shown = view(BufferDump(states, verdict))
-    svg_text(verdict)
-    html("title", Report((shown,), (), ()))
+    html("title", Folder((BufferDump("buffer b", states, verdict),), (), ()))
 
 
 @pytest.mark.exhaustive

@@ -7,20 +7,16 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from deep_ep.diagnose.__main__ import main
-from deep_ep.diagnose.cli.hang import svg_text
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.report.views import operation_table
+from deep_ep.hang.report import operation_table
 from deep_ep.hang.states import Frame, RankState
 from deep_ep.hang.traces import write_dump
 from deep_ep.hang.verdict import judge
 from made_up_ranks import Group, thread
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def dump(directory: Path, states: dict[int, RankState]) -> Path:
@@ -85,30 +81,17 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert buffer["causes"][0].startswith("rank 1 is dead")
 
 
-def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states = Group(8, stuck={3: "gone"}, lost={(1, 2)}).states()
     # What others wrote stays text.
     states[0] = replace(states[0], threads=thread(Frame("<script>alert(1)</script>", "a.py", 1)))
-    html, svg = tmp_path / "page.html", tmp_path / "picture.svg"
-    run(capsys, dump(tmp_path / "dump", states), "--html", html, "--svg", svg)
+    html = tmp_path / "page.html"
+    run(capsys, dump(tmp_path / "dump", states), "--html", html)
     page = html.read_text()
     assert "rank 3 is dead" in page
     assert "&lt;script&gt;" in page
     assert "<script" not in page
-    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
-    drawn = ElementTree.parse(svg).getroot()
-    names = {text.text for text in drawn.iter(f"{SVG}text")}
-    assert {"rank 3", "process gone", "rank 1", "rank 2", "lost"} <= names
-    assert {"ranks 0, 4-7"} <= names
-    assert len([path for path in drawn.iter(f"{SVG}path") if path.get("class") == "lost"]) == 1
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 64])
-def test_a_picture_of_ranks_that_all_wait_for_each_other(num_ranks: int) -> None:
-    pairs = {(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b}
-    text = svg_text(judge(Group(num_ranks, lost=pairs).states()))
-    assert len(text) < 200_000
-    ElementTree.fromstring(text)
+    assert "http://" not in page
 
 
 def test_terminals_are_not_steered_by_a_dump(
@@ -127,11 +110,11 @@ def test_terminals_are_not_steered_by_a_dump(
 def test_the_first_disagreement_is_in_what_was_called() -> None:
     states = Group(4, stuck={2: "mismatch"}).states()
     table = operation_table(states, 4)
-    assert table.titles == ("operation", "name", "ranks 0-1, 3", "rank 2", "")
+    assert table.columns == ("operation", "name", "ranks 0-1, 3", "rank 2", "")
     *before, last = table.rows
     assert not any(row[-1] for row in before)
     cells = ("low_latency_dispatch sent", "low_latency_combine sent")
-    assert last == ("12", "", *cells, "first disagreement")
+    assert last == ("12", "", *cells, "< first disagreement")
 
 
 def test_what_a_ring_no_longer_holds_is_no_disagreement() -> None:
@@ -140,7 +123,7 @@ def test_what_a_ring_no_longer_holds_is_no_disagreement() -> None:
     states[2] = replace(states[2], calls=states[2].calls[2:])
     del states[3]
     table = operation_table(states, 4)
-    assert table.titles[2:-1] == ("ranks 0-1", "rank 2", "rank 3")
+    assert table.columns[2:-1] == ("ranks 0-1", "rank 2", "rank 3")
     assert not any(row[-1] for row in table.rows)
     assert table.rows[0][2:-1] == ("done", "?", "?")
 
@@ -153,7 +136,7 @@ def test_a_rank_that_does_not_answer_is_not_said_to_miss_what_others_finished(
     states = group.states()
     states[2] = replace(states[2], calls=group.done_calls(last_word), closed=last_word)
     table = operation_table(states, 4)
-    assert table.titles[2:-1] == ("ranks 0-1, 3", "rank 2")
+    assert table.columns[2:-1] == ("ranks 0-1, 3", "rank 2")
     *before, last = table.rows
     assert {row[2:] for row in before if int(row[0]) > last_word} == {("done", "done", "")}
     assert last == ("12", "low_latency_dispatch", "sent", "?", "")

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from deep_ep.diagnose.__main__ import main
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.folder import read_folder
+from deep_ep.hang.folder import Folder, read_folder
 from deep_ep.hang.log_table import ROWS
 from deep_ep.hang.log_verdict import read_log
-from deep_ep.hang.report.views import Report, report
+from deep_ep.hang.report import paragraphs
 from deep_ep.hang.traces import write_dump
 from deep_ep.hang.verdict import judge
 from log_reports import REPORTS, LogReport
@@ -45,21 +45,22 @@ def barrier(rank: int, absent: Sequence[int], num_ranks: int = 8) -> list[str]:
     ]
 
 
-def read(folder: Path, *texts: str | bytes) -> Report:
-    """What is shown of logs with these texts."""
+def read(folder: Path, *texts: str | bytes) -> Folder:
+    """What is made of logs with these texts."""
     paths = []
     for index, text in enumerate(texts):
         paths.append(folder / f"{index}.log")
         paths[-1].write_bytes(text.encode() if isinstance(text, str) else text)
-    return report(read_folder(*paths))
+    return read_folder(*paths)
 
 
-def named(found: Report) -> set[int]:
-    return {rank for view in found.buffers for rank in view.verdict.ranks}
+def named(found: Folder) -> set[int]:
+    return {rank for logs in found.buffers for rank in logs.verdict.ranks}
 
 
-def words(found: Report) -> str:
-    return "\n".join(f"{p.said}. {p.advice}" for view in found.buffers for p in view.paragraphs)
+def words(found: Folder) -> str:
+    causes = [cause for logs in found.buffers for cause in paragraphs(logs.verdict)]
+    return "\n".join(f"{said}. {advice}" for said, advice in causes)
 
 
 # ---- what people posted
@@ -70,7 +71,7 @@ def test_a_public_report(tmp_path: Path, posted: LogReport) -> None:
     found = read(tmp_path, posted.lines)
     assert posted.says in words(found)
     assert named(found) == set(posted.ranks)
-    assert {c.kind for view in found.buffers for c in view.verdict.causes} == {posted.kind} - {""}
+    assert {c.kind for logs in found.buffers for c in logs.verdict.causes} == {posted.kind} - {""}
 
 
 def test_somebody_posted_each_message_of_the_table(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_only_who_did_not_come_is_named(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "a.log"
         log.write_text(text[begin:end] + "DeepGEMM warmup:  12%\n")
-        assert named(report(read_folder(log))) <= set(absent)
+        assert named(read_folder(log)) <= set(absent)
 
 
 ANYTHING = st.one_of(
@@ -327,6 +328,5 @@ def test_no_text_makes_it_fail(parts: list[str], as_lines: bool) -> None:
         log = Path(folder) / "a.log"
         text = ("\n" if as_lines else "").join(parts)
         log.write_text("DeepGEMM warmup:  12%\n" + text, errors="surrogatepass")
-        found = report(read_folder(log))
-        for view in found.buffers:
-            assert HangVerdict.of(json.loads(json.dumps(view.verdict.plain()))) == view.verdict
+        for logs in read_folder(log).buffers:
+            assert HangVerdict.of(json.loads(json.dumps(logs.verdict.plain()))) == logs.verdict

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
 
-from markupsafe import Markup
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ..core import safe_files
-from ..core.package import HangVerdict, folder, hang_picture, hang_views, printable
-from ..render.page import page, part
+from ..core.package import folder, hang_report, printable
+from ..render.page import page
 from ..render.terminal import standard_output
 
 # Exit status when there is a cause and --check was given.
@@ -23,95 +22,76 @@ CAUSES = 3
 
 def hang(given: argparse.Namespace) -> int:
     """Prints the verdict and what it rests on, and writes the files asked for; returns the exit status."""
-    report = hang_views.report(folder.read_folder(*given.paths))
-    found = any(shown.verdict.causes for shown in report.buffers) or bool(report.collectives)
-    status = CAUSES if given.check and found else 0
+    found = folder.read_folder(*given.paths)
+    hangs = any(buffer.verdict.causes for buffer in found.buffers) or bool(found.collectives)
+    status = CAUSES if given.check and hangs else 0
     if given.json:
-        json.dump({"exit_status": status, **_plain(report)}, sys.stdout, indent=1)
+        json.dump({"exit_status": status, **_plain(found)}, sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        _print(standard_output(given.width), report)
-    if given.svg is not None and report.buffers:
-        safe_files.write(given.svg, svg_text(report.buffers[0].verdict).encode())
+        _print(standard_output(given.width), found)
     if given.html is not None:
         title = f"Why it hangs: {', '.join(map(str, given.paths[:3]))}"
-        safe_files.write(given.html, html(title, report))
+        safe_files.write(given.html, html(title, found))
     return status
 
 
-def html(title: str, report: hang_views.Report) -> bytes:
+def html(title: str, found: folder.Folder) -> bytes:
     """The text of an HTML file, UTF-8: no script, and nothing from the network."""
-    return page("hang.html", title, report=report, svg_text=svg_text)
+    return page("hang.html", title, found=found, report=hang_report)
 
 
-def svg_text(verdict: HangVerdict) -> Markup:
-    """The wait-for graph as the text of an SVG document, which needs nothing else."""
-    return part(
-        "picture.svg",
-        picture=hang_picture.picture(verdict),
-        width=hang_picture.WIDTH,
-        height=hang_picture.HEIGHT,
-        node_height=hang_picture.NODE_HEIGHT,
-    )
-
-
-def _plain(report: hang_views.Report) -> dict[str, object]:
-    buffers = [
-        {
-            "causes": [printable(paragraph.said) for paragraph in shown.paragraphs],
-            "advice": [printable(paragraph.advice) for paragraph in shown.paragraphs],
-            "verdict": shown.verdict.plain(),
-        }
-        for shown in report.buffers
-    ]
+def _plain(found: folder.Folder) -> dict[str, object]:
+    buffers = []
+    for buffer in found.buffers:
+        causes, advice = zip(*hang_report.paragraphs(buffer.verdict))
+        buffers.append(
+            {
+                "causes": list(map(printable, causes)),
+                "advice": list(map(printable, advice)),
+                "verdict": buffer.verdict.plain(),
+            }
+        )
     return {
         "buffers": buffers,
-        "collectives": list(map(printable, report.collectives)),
-        "remarks": list(map(printable, report.remarks)),
+        "collectives": list(map(printable, hang_report.collective_lines(found))),
+        "remarks": list(map(printable, found.remarks)),
     }
 
 
-def _print(console: Console, report: hang_views.Report) -> None:
+def _print(console: Console, found: folder.Folder) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(Text(printable(text), style=style), soft_wrap=True)
 
-    def say_all(title: str, lines: Iterable[str]) -> None:
-        say(title, "bold")
-        for line in lines:
-            say(f"  {line}")
-
-    for shown in report.buffers:
-        say(shown.title, "bold")
-        for paragraph in shown.paragraphs:
-            say(f"  {paragraph.said}", "red" if shown.verdict.causes else "")
-            if paragraph.advice:
-                say(f"  {paragraph.advice}")
-        if shown.waits:
+    for buffer in found.buffers:
+        say(buffer.title, "bold")
+        for said, advice in hang_report.paragraphs(buffer.verdict):
+            say(f"  {said}", "red" if buffer.verdict.causes else "")
+            if advice:
+                say(f"  {advice}")
+        for section in hang_report.sections(buffer):
             say("")
-            say_all("who waits for whom", shown.waits)
-        if shown.table.rows:
-            say("")
-            say("recent operations", "bold")
-            console.print(_operations(shown.table))
-        if shown.stacks:
-            say("")
-            say_all("Python stacks", [line for stack in shown.stacks for line in stack.lines])
+            say(section.title, "bold")
+            for line in section.lines:
+                say(f"  {line}")
+            if section.rows:
+                console.print(Padding(_table(section), (0, 0, 0, 2)))
         say("")
-    if report.collectives:
-        say_all("collectives of torch", report.collectives)
-    for remark in report.remarks:
+    if found.collectives:
+        say("collectives of torch", "bold")
+        for line in hang_report.collective_lines(found):
+            say(f"  {line}")
+    for remark in found.remarks:
         say(f"note: {remark}", "yellow")
 
 
-def _operations(table: hang_views.OperationTable) -> Table:
+def _table(section: hang_report.Section) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    number, name, *columns = table.titles
-    shown.add_column(f"  {number}", justify="right", no_wrap=True)
+    number, name, *columns = section.columns
+    shown.add_column(number, justify="right", no_wrap=True)
     shown.add_column(name, overflow="fold")
     for title in columns:
         shown.add_column(title)
-    for row in table.rows:
-        *cells, remark = map(printable, row)
-        cells.append(f"< {remark}" if remark else "")
-        shown.add_row(*map(Text, cells), style="bold" if remark else "")
+    for row in section.rows:
+        shown.add_row(*map(Text, map(printable, row)), style="bold" if row[-1] else "")
     return shown
