@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Optional
 
 from deep_ep.hang.activity import ThreadActivity
-from deep_ep.hang.states import Frame, InDump, Owed, Process
+from deep_ep.hang.states import Frame, InDump, Owed, RankState
 
 # docs/hang.md says what each of them means.
 Kind = Literal[
@@ -52,28 +52,6 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Accused:
-    """A rank that is the reason, and what is known of it.
-
-    Attributes:
-        rank: in the group.
-        host, pid: where it runs; empty and 0 if that is not known.
-        process: see `states.Process`.
-        last: newest operation that it has entered; 0: none; -1: that is not known.
-        exit, raised, in_call: as in `RankState`.
-    """
-
-    rank: int
-    host: str = ""
-    pid: int = 0
-    process: Process = "alive"
-    last: int = 0
-    exit: str = ""
-    raised: str = ""
-    in_call: str = ""
-
-
-@dataclass(frozen=True)
 class MismatchSide:
     """Ranks that called the same thing, where others called something else.
 
@@ -98,7 +76,7 @@ class HangCause:
 
     Attributes:
         kind: see `Kind`.
-        accused: the ranks that are the reason, ascending; none where paths are.
+        accused: the ranks that are the reason, ascending; none where paths are. Calls and stacks are left out.
         series, number, name: of the operation that is concerned; "" and 0 if there is none.
         what: others wait for; empty if nobody does.
         waited_by: all ranks that wait for it, directly or because others do, ascending.
@@ -109,7 +87,6 @@ class HangCause:
         paths: (source, destination) on which something did not arrive.
         hop: of these paths: "NVLink" or "network"; empty if there is only one kind.
         passed_on: whose rows the sources of these paths had to pass on; empty: their own.
-        circle: ranks of which each waits for slots of the next one, and the last one for the first.
         sides: of a mismatch, the largest first.
         between: the kinds between which it cannot be decided.
         report: what lines of a log say, where they name nobody.
@@ -117,7 +94,7 @@ class HangCause:
     """
 
     kind: Kind
-    accused: tuple[Accused, ...] = ()
+    accused: tuple[RankState, ...] = ()
     series: str = ""
     number: int = 0
     name: str = ""
@@ -130,7 +107,6 @@ class HangCause:
     paths: tuple[tuple[int, int], ...] = ()
     hop: str = ""
     passed_on: tuple[int, ...] = ()
-    circle: tuple[int, ...] = ()
     sides: tuple[MismatchSide, ...] = ()
     between: tuple[Kind, ...] = ()
     report: str = ""

@@ -1,8 +1,7 @@
-"""Directed graphs of ranks: what can be reached, the shortest way, and circles that no edge leaves."""
+"""Directed graphs of ranks: what can be reached, and circles that no edge leaves."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 
 # By vertex, where its edges lead. Vertices without edges may be left out.
@@ -23,20 +22,6 @@ def reachable(graph: Graph, sources: Iterable[int]) -> set[int]:
 def reaching(graph: Graph, targets: Iterable[int]) -> set[int]:
     """All vertices from which a way leads to one of `targets`, these included."""
     return reachable(_reversed(graph), targets)
-
-
-def shortest_path(graph: Graph, source: int, destination: int) -> tuple[int, ...]:
-    """The vertices from one to the other, both included; empty if there is no way."""
-    seen = {source}
-    ways: deque[tuple[int, ...]] = deque([(source,)])
-    while ways:
-        way = ways.popleft()
-        if way[-1] == destination:
-            return way
-        for target in sorted(set(graph.get(way[-1], ())) - seen):
-            seen.add(target)
-            ways.append((*way, target))
-    return ()
 
 
 def attracting_components(graph: Graph) -> list[tuple[int, ...]]:

@@ -274,4 +274,4 @@ def _dump(folder: str, result: InquiryResult) -> tuple[str, ...]:
 
 def _essence(verdict: HangVerdict) -> list[object]:
     """What makes one verdict another one than the last."""
-    return [(c.kind, c.ranks, c.series, c.number, c.paths, c.circle) for c in verdict.causes]
+    return [(c.kind, c.ranks, c.series, c.number, c.paths) for c in verdict.causes]

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from deep_ep.base import files
 from deep_ep.errors import ranks_text
-from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict
+from deep_ep.hang.cause import Edge, HangCause, HangVerdict
 from deep_ep.hang.log_table import CHECKS, ROWS, LogRow
+from deep_ep.hang.states import RankState
 from deep_ep.hang.wording import wait_text
 
 # DeepEP's nodes have so many ranks wherever it prints the place of a node.
@@ -286,7 +287,10 @@ class _Ranks:
         for says, named in found.items():
             yield HangCause(
                 "not_come",
-                tuple(Accused(rank, process="unknown") for rank in sorted({r for r, _ in named})),
+                tuple(
+                    RankState(rank, rank + 1, process="unknown")
+                    for rank in sorted({r for r, _ in named})
+                ),
                 name=says.partition(" ")[2],
                 what="entry",
                 waited_by=tuple(sorted(self.waiters)),
@@ -347,7 +351,8 @@ def _first_death(lines: Sequence[LogLine]) -> HangVerdict | None:
     ):
         return None
     rank, pid = int(dead.fields["dead"]), int(dead.fields.get("pid", "0")[:9])
-    cause = HangCause("gone", (Accused(rank, pid=pid, process="gone"),), check=_checks([dead]))
+    state = RankState(rank, rank + 1, pid=pid, process="gone")
+    cause = HangCause("gone", (state,), check=_checks([dead]))
     return HangVerdict(
         f"ranks as {dead.row.library} counts them, {dead.source}", rank + 1, causes=(cause,)
     )

@@ -192,6 +192,12 @@ class RankState(InDump):
     threads: tuple[Thread, ...] = ()
     masked: tuple[_Rank, ...] = ()
 
+    @property
+    def last(self) -> int:
+        """Newest operation that it has entered, by its own word; 0: none; -1: that is not known."""
+        is_own = self.written_by in (self.rank, -1) and self.process != "unknown"
+        return max(self.closed, self.opened) if is_own else -1
+
 
 # ---- where a rank is in its operations, read off its ring of calls
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deep_ep.hang.activity import call_of, doing
-from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict, Kind, MismatchSide
-from deep_ep.hang.graph import attracting_components, reaching, shortest_path
+from deep_ep.hang.cause import Edge, HangCause, HangVerdict, Kind, MismatchSide
+from deep_ep.hang.graph import attracting_components, reaching
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
 from deep_ep.hang.states import (
     CONSTRUCTION,
@@ -170,18 +170,13 @@ class _Case:
         draft = _Draft(HangCause("mismatch", accused, *at, sides=sides))
         return self.drafts.setdefault(("mismatch", sides), draft)
 
-    def _all_accused(self, ranks: Iterable[int]) -> tuple[Accused, ...]:
+    def _all_accused(self, ranks: Iterable[int]) -> tuple[RankState, ...]:
         return tuple(map(self._accused, sorted(ranks)))
 
-    def _accused(self, rank: int) -> Accused:
-        state = self.states.get(rank)
-        if state is None:
-            return Accused(rank, process="unknown")
-        # What others remember of it may be old.
-        is_own = state.written_by in (rank, -1)
-        last = self._entered(rank, OPERATIONS) if is_own else -1
-        known = (state.exit, state.raised, state.in_call or call_of(state.threads))
-        return Accused(rank, state.host, state.pid, state.process, last, *known)
+    def _accused(self, rank: int) -> RankState:
+        state = self.states.get(rank) or RankState(rank, self.num_ranks, process="unknown")
+        in_call = state.in_call or call_of(state.threads)
+        return replace(state, in_call=in_call, calls=(), waits=None, threads=(), masked=())
 
     def _node(self, rank: int) -> int:
         return rank // self.ranks_per_node
@@ -403,33 +398,19 @@ class _Case:
         """Ranks that wait for each other, and for nothing else."""
         ends = set().union(*(draft.waiters for draft in self.drafts.values()))
         for ranks in attracting_components(self.links):
-            inside = {rank: self.links.get(rank, set()) for rank in ranks}
-            if any(inside.values()) and not ends & set(ranks):
-                self._add_circle(inside)
+            if self.links.keys() >= {*ranks} and ends.isdisjoint(ranks):
+                self._add_circle(ranks)
 
-    def _add_circle(self, inside: Mapping[int, set[int]]) -> None:
-        slots: dict[int, set[int]] = {rank: set() for rank in inside}
-        for edge in self.waits:
-            if edge.what == "slots" and edge.owed in inside.get(edge.waiter, ()):
-                slots[edge.waiter].add(edge.owed)
-        waits = min(
-            (edge for edge in self.edges if edge.waiter in inside), key=lambda edge: edge.number
-        )
+    def _add_circle(self, ranks: tuple[int, ...]) -> None:
+        waits = min((e for e in self.edges if e.waiter in ranks), key=lambda edge: edge.number)
         at = (waits.series, waits.number, self._name(waits.series, waits.number))
-        cause = HangCause("circle", self._all_accused(inside), *at)
-        for graph in (slots, inside):
-            for rank, targets in slots.items():
-                ways = [shortest_path(graph, target, rank) for target in sorted(targets)]
-                circle = min(filter(None, ways), key=len, default=())
-                if circle:
-                    accused = self._all_accused(circle)
-                    found = replace(cause, accused=accused, what="slots", circle=_turned(circle))
-                    self.drafts["circle", circle] = _Draft(found, set(inside))
-                    return
-        between: tuple[Kind, ...] = ("not_arrived", "circle")
-        found = replace(cause, kind="unknown", what="rows", between=between)
-        key = ("unknown", *inside)
-        self.drafts[key] = _Draft(found, set(inside))
+        links = {(rank, target) for rank in ranks for target in self.links[rank]}
+        accused = self._all_accused(ranks)
+        if any(edge.what == "slots" and (edge.waiter, edge.owed) in links for edge in self.waits):
+            cause = HangCause("circle", accused, *at, "slots")
+        else:
+            cause = HangCause("unknown", accused, *at, "rows", between=("not_arrived", "circle"))
+        self.drafts["circle", ranks] = _Draft(cause, set(ranks))
 
     # ---- the causes
 
@@ -497,12 +478,6 @@ def _where(state: RankState) -> str:
     name = calls[-1].name if calls else state.in_call
     what = f"operation {state.opened}" + (f" ({name})" if name else "") if state.opened else name
     return f"{what} of buffer {state.buffer}" if state.buffer else f"{what} of another buffer"
-
-
-def _turned(circle: tuple[int, ...]) -> tuple[int, ...]:
-    """Begins with its lowest rank."""
-    at = circle.index(min(circle))
-    return circle[at:] + circle[:at]
 
 
 def _merged(drafts: Sequence[_Draft]) -> list[_Draft]:

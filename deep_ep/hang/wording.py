@@ -9,8 +9,8 @@ from typing import cast
 from deep_ep.base.text import listed, rows_of, verb
 from deep_ep.errors import ranks_text
 from deep_ep.hang.activity import PHRASES, ThreadActivity
-from deep_ep.hang.cause import Accused, HangCause, HangVerdict, Kind, MismatchSide
-from deep_ep.hang.states import CONSTRUCTION, DESTRUCTION, OPERATIONS, Frame
+from deep_ep.hang.cause import HangCause, HangVerdict, Kind, MismatchSide
+from deep_ep.hang.states import CONSTRUCTION, DESTRUCTION, OPERATIONS, Frame, RankState
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ Look at the GPU of that rank (nvidia-smi, dmesg for Xid errors); report it with 
 not_arrived | sent, has not arrived | {sent} sent and did not arrive on the {paths}
 Check the links between these ranks (nvidia-smi nvlink -s, ibstat, dmesg); all ranks must be able to write to all others.
 
-circle | circle of waits for slots | in {operation} each of {who} waits for slots of the next one: {ways}
+circle | circle of waits for slots | {who} wait for each other's slots in {operation}
 Report it with the dump: queues must never wait for each other. A larger Config, with more slots, avoids it.
 
 mismatch | another operation, or other sizes | not all ranks called the same: {sides}
@@ -201,7 +201,6 @@ def _words(cause: HangCause) -> dict[str, object]:
         "keeps": _keeps(cause),
         "sent": _sent(cause),
         "paths": _paths(cause),
-        "ways": " > ".join(map(str, (*cause.circle, *cause.circle[:1]))),
         "sides": " while ".join(map(_side, cause.sides)),
         "untold": _untold(cause),
     }
@@ -222,7 +221,7 @@ def _places(cause: HangCause) -> str:
     return f" ({'; '.join(known)})" if known else ""
 
 
-def _place(accused: Accused) -> str:
+def _place(accused: RankState) -> str:
     where = f"process {accused.pid}" if accused.pid else ""
     where += f"{' ' if where else ''}on host {accused.host}" if accused.host else ""
     return ", ".join(part for part in (where, accused.exit) if part)

@@ -84,7 +84,7 @@ def test_paths_and_circles() -> None:
     )
     circle = Group(8, name="normal_combine", blocked={1: (2,), 2: (5,), 5: (1,)})
     assert wording.line(judge(circle.states())).startswith(
-        "in operation 12 (normal_combine) each of ranks 1-2, 5 waits for slots of the next one: 1 > 2 > 5 > 1; "
+        "ranks 1-2, 5 wait for each other's slots in operation 12 (normal_combine); ranks 0-7 wait, for 12 s"
     )
 
 
@@ -112,6 +112,14 @@ def test_how_far_behind_a_rank_is() -> None:
     said = wording.line(judge(states))
     assert said.startswith("rank 1 has not called operation 12 ")
     assert "; the last that rank 1 entered was 5; " in said
+
+
+def test_of_a_rank_without_a_state_is_not_said_how_far_it_is() -> None:
+    states = Group(4, stuck={1: "not_called"}).states()
+    del states[1]
+    said = wording.line(judge(states))
+    assert said.startswith("rank 1 was never heard of, and it cannot be known which it is: ")
+    assert "entered" not in said
 
 
 def test_nobody_waits() -> None:
