@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,13 +15,12 @@ from deep_ep.hang import plain_pickle
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.log_verdict import LogFile, read_log, verdicts
 from deep_ep.hang.states import RankState
-from deep_ep.hang.torch_dumps import Hanging, TorchDump, dump_of, hanging, is_torch_dump
+from deep_ep.hang.torch_dumps import Hanging, TorchDump, hanging
 from deep_ep.hang.traces import STATE_FORMAT, VERDICT_FORMAT
 from deep_ep.hang.verdict import judge
 
 # Ours lie in a folder beside torch's, so folders within folders are looked at, so deep; and so many files.
 _DEPTH, _MOST_FILES = 2, 1 << 14
-_PICKLE, _JSON = b"\x80", b"{"
 _RANK = re.compile(r"(\d+)(?:\.json)?$")
 
 
@@ -97,7 +95,7 @@ def read_folder(*names: Path | str) -> Folder:
             "torch's flight recorder, or logs with a known message. Name the directory in which they were "
             f"written; `show` reads records (diagnose-*.jsonl){why}"
         )
-    return Folder(buffers, tuple(hanging(read.torch.values())), tuple(read.remarks))
+    return Folder(buffers, tuple(hanging(read.torch)), tuple(read.remarks))
 
 
 def _files(directory: Path, remarks: list[str], depth: int = _DEPTH) -> list[Path]:
@@ -121,7 +119,7 @@ def _files(directory: Path, remarks: list[str], depth: int = _DEPTH) -> list[Pat
 
 def _read_file(path: Path, read: _Read) -> None:
     try:
-        _read_dump(path, read)
+        _take(path, _plain(files.read(path)), read)
     except ValueError:
         log = read_log(path)
         if not log.lines:
@@ -129,48 +127,35 @@ def _read_file(path: Path, read: _Read) -> None:
         read.logs.append(log)
 
 
-def _read_dump(path: Path, read: _Read) -> None:
-    data = files.read(path)
-    if data.startswith(_PICKLE):
-        _take(path, plain_pickle.loads(data), read)
-    elif data.lstrip()[:1] == _JSON:
-        _take(path, _json(data), read)
-    else:
-        raise ValueError(
-            "byte 0: it is neither a pickle nor a JSON object, so it is no dump; nor has it a line that logs are read for"
-        )
-
-
-def _json(data: bytes) -> Any:
-    anything: Any = Any
-    try:
-        return codec.from_plain(anything, codec.loads(data))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} column {error.colno}: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start}: it is not UTF-8") from None
+def _plain(data: bytes) -> Any:
+    if data.startswith(b"\x80"):
+        return plain_pickle.loads(data)
+    if data.lstrip()[:1] == b"{":
+        return codec.loads(data)
+    raise ValueError(
+        "byte 0: it is neither a pickle nor a JSON object, so it is no dump; nor has it a line that logs are read for"
+    )
 
 
 def _take(path: Path, plain: Any, read: _Read) -> None:
-    kind = plain.get("kind") if isinstance(plain, dict) else None
+    keys = plain.keys() if isinstance(plain, dict) else set()
+    kind = plain["kind"] if "kind" in keys else None
     if kind == STATE_FORMAT:
         read.states.append((path, RankState.of(plain)))
     elif kind == VERDICT_FORMAT:
         read.verdicts.append(HangVerdict.of(plain))
-    elif is_torch_dump(plain):
-        if "deep_ep" in plain:  # ours in torch's format
-            read.states.append((path, RankState.of(plain["deep_ep"])))
-            return
+    elif not keys >= {"entries", "version"}:
+        raise ValueError("it is no dump: neither the keys of ours nor of torch's are in it")
+    elif "deep_ep" in keys:  # ours in torch's format
+        read.states.append((path, RankState.of(plain["deep_ep"])))
+    else:
         rank = _RANK.search(path.name)
         if rank is None:
             raise ValueError("its name does not end in a rank")
-        dump = dump_of(plain, int(rank[1]))
-        if dump.rank in read.torch:
-            read.remarks.append(f"{path}: left out: another file is of rank {dump.rank} as well")
-            return
-        read.torch[dump.rank] = dump
-    else:
-        raise ValueError("it is no dump: neither the keys of ours nor of torch's are in it")
+        dump = codec.from_plain(TorchDump, plain, is_strict=False)
+        if int(rank[1]) in read.torch:
+            raise ValueError(f"another file is of rank {int(rank[1])} as well")
+        read.torch[int(rank[1])] = dump
 
 
 def _buffers(read: _Read) -> tuple[BufferDump, ...]:

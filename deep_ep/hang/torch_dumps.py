@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from deep_ep.base import codec
 from deep_ep.base.text import verb
 from deep_ep.errors import ranks_text
 
@@ -42,24 +41,16 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class _File:
-    entries: tuple[Collective, ...]
-    pg_config: Any = None
-
-
-@dataclass(frozen=True)
 class TorchDump:
     """What one rank has recorded.
 
     Attributes:
-        rank: global.
-        groups: by name, its global ranks as far as they are known.
-        collectives: oldest first.
+        entries: oldest first.
+        pg_config: by name of a group, its ranks among others; torch leaves it empty on the CPU.
     """
 
-    rank: int
-    groups: Mapping[str, tuple[int, ...]]
-    collectives: tuple[Collective, ...]
+    entries: tuple[Collective, ...]
+    pg_config: Any = None
 
 
 @dataclass(frozen=True)
@@ -85,32 +76,20 @@ class Hanging:
         return tuple(sorted(rank for ranks in self.names.values() for rank in ranks))
 
 
-def is_torch_dump(plain: Any) -> bool:
-    """Whether data has the keys of such a dump."""
-    return isinstance(plain, Mapping) and {"entries", "version"} <= set(plain)
+def hanging(dumps: Mapping[int, TorchDump]) -> list[Hanging]:
+    """The oldest collective of each group that some ranks are in and others are not, or in which all hang.
 
-
-def dump_of(plain: Any, rank: int) -> TorchDump:
-    """From the data of a file, pickle or JSON.
-
-    Raises:
-        ValueError: it is not what torch writes; says which entry.
+    Args:
+        dumps: by global rank.
     """
-    file = codec.from_plain(_File, plain, is_strict=False)
-    found = tuple(each for each in file.entries if not each.is_p2p)
-    return TorchDump(rank, _groups_of(file.pg_config), found)
-
-
-def hanging(dumps: Collection[TorchDump]) -> list[Hanging]:
-    """The oldest collective of each group that some ranks are in and others are not, or in which all hang."""
     by_group: dict[str, dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
     members: dict[str, set[int]] = defaultdict(set)
-    for dump in sorted(dumps, key=lambda dump: dump.rank):
-        for group, ranks in dump.groups.items():
+    for rank, dump in sorted(dumps.items()):
+        for group, ranks in _groups_of(dump.pg_config).items():
             members[group].update(ranks)
-        for each in dump.collectives:
-            by_group[each.process_group[0]][each.collective_seq_id][dump.rank] = each
-    heard = {dump.rank for dump in dumps}
+        for each in dump.entries:
+            if not each.is_p2p:
+                by_group[each.process_group[0]][each.collective_seq_id][rank] = each
     found = []
     for group, numbers in sorted(by_group.items()):
         expected = members[group] or {rank for called in numbers.values() for rank in called}
@@ -120,8 +99,8 @@ def hanging(dumps: Collection[TorchDump]) -> list[Hanging]:
                 if not each.is_over:
                     names[each.profiling_name] = (*names.get(each.profiling_name, ()), rank)
             if names:
-                missing = tuple(sorted((expected & heard) - set(called)))
-                unheard = tuple(sorted(expected - heard))
+                missing = tuple(sorted((expected & dumps.keys()) - called.keys()))
+                unheard = tuple(sorted(expected - dumps.keys()))
                 found.append(Hanging(group, number, names, missing, unheard))
                 break
     return found
@@ -144,7 +123,7 @@ def sentence(found: Hanging) -> str:
 
 
 def _groups_of(config: Any) -> dict[str, tuple[int, ...]]:
-    """What cannot be read of it is left out: torch leaves it empty on the CPU."""
+    """What cannot be read of it is left out."""
     found: dict[str, tuple[int, ...]] = {}
     for name, group in config.items() if isinstance(config, Mapping) else ():
         try:
