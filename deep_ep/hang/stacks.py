@@ -69,11 +69,8 @@ def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
 
 def process_of(pid: int, offered: Any) -> Process:
     """ "gone", "stopped" or "busy", or "silent" where it cannot be seen; of a process as in `look_at`."""
-    try:
-        _, begun, space = (int(offered[name]) for name in ("fd", "started", "space"))
-    except (TypeError, ValueError, KeyError):
-        return "silent"
-    if space != _space():  # a container, where the number is that of another process
+    begun = _begun(offered)
+    if begun is None:
         return "silent"
     state = _field(pid, 3)
     if state is None or state in "ZX" or started(pid) != begun:
@@ -82,21 +79,13 @@ def process_of(pid: int, offered: Any) -> Process:
 
 
 def exit_of(pid: int, offered: Any) -> str:
-    """How a process of this host has ended: "exit status 1", "signal 9". Its parent has not asked for that yet.
-
-    Args:
-        pid: its number.
-        offered: what `offer` returned there.
+    """How a process as in `look_at` has ended: "exit status 1", "signal 9".
 
     Returns:
-        Empty if it lives, its parent has asked, or it is another user's.
+        Empty if it lives, its parent has asked for that already, or it is another user's.
     """
-    try:
-        begun, space = int(offered["started"]), int(offered["space"])
-    except (TypeError, ValueError, KeyError):
-        return ""
     status = _field(pid, 52)
-    if space != _space() or started(pid) != begun or status is None:
+    if status is None or started(pid) != _begun(offered):
         return ""
     # It is set a little before the process is a zombie.
     if _field(pid, 3) not in ("Z", "X") and status == "0":
@@ -105,6 +94,15 @@ def exit_of(pid: int, offered: Any) -> str:
     if os.WIFSIGNALED(code):
         return f"signal {os.WTERMSIG(code)}"
     return f"exit status {os.WEXITSTATUS(code)}"
+
+
+def _begun(offered: Any) -> int | None:
+    """When a process began; `None` if it does not say so, or is in a container, where numbers are of other processes."""
+    try:
+        _, begun, space = (int(offered[name]) for name in ("fd", "started", "space"))
+    except (TypeError, ValueError, KeyError):
+        return None
+    return begun if space == _space() else None
 
 
 def _handles_signal(pid: int) -> bool:

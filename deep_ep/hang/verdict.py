@@ -480,35 +480,20 @@ def _where(state: RankState) -> str:
     return f"{what} of buffer {state.buffer}" if state.buffer else f"{what} of another buffer"
 
 
-def _merged(drafts: Sequence[_Draft]) -> list[_Draft]:
-    """Says once what is true of several ranks, and of several paths with a common end."""
+def _merged(drafts: Iterable[_Draft]) -> list[_Draft]:
+    """Says once what is true of several ranks, and of several paths."""
     found: dict[object, _Draft] = {}
-    causes = [draft.cause for draft in drafts]
-    sources, destinations = _ends(causes, 0), _ends(causes, 1)
-    key: object
     for draft in drafts:
         cause = draft.cause
+        key: object = cause
         if cause.kind == "not_arrived":
-            ((source, destination),) = cause.paths
-            is_source = len(sources[source]) >= len(destinations[destination])
-            end = ("from", source) if is_source else ("to", destination)
-            key = (cause.kind, cause.series, cause.number, cause.hop, cause.passed_on == (), end)
-        elif cause.kind in ("circle", "mismatch") or len(cause.accused) != 1:
-            key = cause
-        else:
+            key = (cause.kind, cause.series, cause.number, cause.hop, cause.passed_on == ())
+        elif cause.kind not in ("circle", "mismatch") and len(cause.accused) == 1:
             key = _alike(cause)
         same = found.setdefault(key, _Draft(cause))
         same.waiters |= draft.waiters
         same.cause = _joined(same.cause, cause)
     return list(found.values())
-
-
-def _ends(causes: Iterable[HangCause], which: int) -> dict[int, set[tuple[int, int]]]:
-    found: dict[int, set[tuple[int, int]]] = {}
-    for cause in causes:
-        for path in cause.paths:
-            found.setdefault(path[which], set()).add(path)
-    return found
 
 
 def _alike(cause: HangCause) -> object:

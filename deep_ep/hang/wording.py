@@ -57,10 +57,10 @@ All ranks must use their buffers in the same order.
 not_started | kernel has not started | {who} {has} called {operation} and {its} kernel has not started: the stream is busy, or its SMs are taken
 See what runs before it on that stream and what holds the SMs: another kernel that waits for a rank, such as a collective, may not be in front of it.
 
-not_sent | entered, has not sent | {who} {has} entered {operation} and {keeps}
+not_sent | entered, has not sent | {who} {has} entered {operation} and {keeps}, although {waits} for nobody
 Look at the GPU of that rank (nvidia-smi, dmesg for Xid errors); report it with the dump.
 
-not_arrived | sent, has not arrived | {sent} sent and did not arrive on the {paths}
+not_arrived | sent, has not arrived | {sent} were sent and did not arrive on the {paths}
 Check the links between these ranks (nvidia-smi nvlink -s, ibstat, dmesg); all ranks must be able to write to all others.
 
 circle | circle of waits for slots | {who} wait for each other's slots in {operation}
@@ -103,8 +103,8 @@ _RAISED = "Read that rank's exception first; all ranks must leave an operation t
 _HOOK = "Call the hook that the operation returned, or Buffer.abandon_hook()."
 
 
-# Of a line.
-_MOST_CAUSES = 4
+# Of a line, and of a cause in it.
+_MOST_CAUSES, _MOST_PATHS = 4, 16
 
 
 def line(verdict: HangVerdict) -> str:
@@ -198,7 +198,8 @@ def _words(cause: HangCause) -> dict[str, object]:
         "pid": next((accused.pid for accused in cause.accused if accused.pid), "PID"),
         "call": _call(cause),
         "inside": _inside(cause),
-        "keeps": _keeps(cause),
+        "keeps": "empties no slots" if cause.what == "slots" else "not sent everything",
+        "waits": "it waits" if len(cause.accused) == 1 else "they wait",
         "sent": _sent(cause),
         "paths": _paths(cause),
         "sides": " while ".join(map(_side, cause.sides)),
@@ -247,26 +248,21 @@ def _inside(cause: HangCause) -> str:
     return f"{where} on the host, without a kernel for {_operation(cause)}"
 
 
-def _keeps(cause: HangCause) -> str:
-    if cause.what == "slots":
-        return f"empties no slots of {_its(cause)} queues"
-    who = "it waits" if len(cause.accused) == 1 else "they wait"
-    return f"not sent everything, although {who} for nobody"
-
-
 def _sent(cause: HangCause) -> str:
-    """ "rows in operation 12 (low_latency_dispatch) were"."""
-    words = {"entry": "the word that a rank has entered", "slots": "the word that slots are free"}
+    """ "rows in operation 12 (low_latency_dispatch)"."""
+    words = {"entry": "announcements of entry", "slots": "notices of free slots"}
     what = words.get(cause.what, "rows")
     if cause.passed_on:
         what += f" of {ranks_text(cause.passed_on)}, to be passed on,"
-    return f"{what} in {_operation(cause)} {'was' if cause.what in words else 'were'}"
+    return f"{what} in {_operation(cause)}"
 
 
 def _paths(cause: HangCause) -> str:
-    ends = [f"{source} > {destination}" for source, destination in cause.paths]
-    paths = "path" if len(ends) == 1 else "paths"
-    return f"{paths} {', '.join(ends)}{OVER.get(cause.hop, '')}"
+    ends = [f"{source} > {destination}" for source, destination in cause.paths[:_MOST_PATHS]]
+    more = len(cause.paths) - len(ends)
+    paths = "path" if len(cause.paths) == 1 else "paths"
+    others = f" and {more} more" if more else ""
+    return f"{paths} {', '.join(ends)}{others}{OVER.get(cause.hop, '')}"
 
 
 def _side(side: MismatchSide) -> str:
