@@ -1,6 +1,6 @@
 """What libraries print when they time out: one table, in which a row is a message as it is printed and what it says.
 
-The formats come from public threads, which `tests/hang/log_reports.py` cites; none comes from a library's source.
+The formats come from public threads, which `tests/hang/log_reports.txt` cites; none comes from a library's source.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ torch | torch entry | in collective {number}, counted from 1 | rank
 [{owed:list}] finished collective #{last}, but didn't join collective #{number} (count
 
 torch | torch entry | at monitored_barrier | rank
-[Rank {rank}]: Ranks {owed:list} failed to pass monitoredBarrier in {ms} ms
+[Rank {rank}]: Ranks {owed:list} failed to pass monitoredBarrier in {} ms
 
 torch | torch entry | at monitored_barrier, and lost its connection to rank {peer} | ended
 Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank {peer}.
@@ -108,13 +108,13 @@ torch | aside | | dumps
 [PG {group:group}Rank {at}] Received a dump signal {:gap}Last enqueued NCCL work: {enqueued}, last completed NCCL work: {completed}.
 
 torch | torch entry | in {operation} {number} | dumps
-[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, OpType={operation:word}, {:gap}ran for {ms} milliseconds
+[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, OpType={operation:word}, {:gap}ran for {} milliseconds
 
 torch | torch entry | in a call of CUDA or NCCL that does not return | stacks
-[PG {group:group}Rank {rank}] ProcessGroupNCCL's watchdog got stuck for {s} seconds
+[PG {group:group}Rank {rank}] ProcessGroupNCCL's watchdog got stuck for {} seconds
 
 vLLM | prefix entry | for workers, which may compile or load | stacks
-No available shared memory broadcast block found in {s} second
+No available shared memory broadcast block found in {} second
 
 vLLM | prefix entry | for a worker that should have answered {call} | stacks
 RPC call to {call:word} timed out
@@ -129,7 +129,7 @@ torchrun | dead | | memory
 failed (exitcode: -9) local_rank: {dead} (pid: {pid})
 
 SGLang | prefix entry | in a batch that does not end | idle stacks
-atchdog timeout (self.watchdog_timeout={s}
+atchdog timeout (self.watchdog_timeout={}
 
 SGLang | aside | | compiling
 Entering DeepGEMM JIT Pre-Comp

@@ -66,11 +66,6 @@ class LogLine:
     at: int = field(compare=False)
 
     @property
-    def work(self) -> tuple[object, ...]:
-        """What a rank's collective is known by in all lines on it."""
-        return self.file, self.rank, self.fields.get("number")
-
-    @property
     def owed(self) -> tuple[int, ...]:
         """For whom it waits, as far as the line says."""
         fields = self.fields
@@ -90,11 +85,6 @@ class LogLine:
     def waits(self) -> bool:
         """Whether somebody waits there."""
         return self.row.numbers in ("node", "group", "torch", "prefix")
-
-    @property
-    def waited_s(self) -> float:
-        """How long, if it says that."""
-        return float(self.fields.get("s", 0)) + float(self.fields.get("ms", 0)) / 1000
 
     @property
     def says(self) -> str:
@@ -192,10 +182,15 @@ def verdicts(logs: Sequence[LogFile]) -> tuple[list[HangVerdict], list[str]]:
 
 def _with_groups(lines: Sequence[LogLine]) -> list[LogLine]:
     """The watchdog names the group of torch only in its second line of the same rank and number."""
-    groups = {line.work: line.counted for line in lines if line.waits and "group" in line.fields}
+    works = [(line.file, line.rank, line.fields.get("number")) for line in lines]
+    groups = {
+        work: line.counted
+        for work, line in zip(works, lines)
+        if line.waits and "group" in line.fields
+    }
     return [
-        replace(line, counted=groups.get(line.work, _TORCH)) if line.counted == _TORCH else line
-        for line in lines
+        replace(line, counted=groups.get(work, _TORCH)) if line.counted == _TORCH else line
+        for work, line in zip(works, lines)
     ]
 
 
@@ -215,7 +210,7 @@ class _Ranks:
         self.waiters = {rank for rank, _ in self.waits}
         owed: dict[Edge, set[int]] = {}
         for rank, line in self.waits:
-            edge = Edge(rank, line.row.what, line.says, 0, line.waited_s)
+            edge = Edge(rank, line.row.what, line.says, 0)
             owed.setdefault(edge, set()).update({*line.owed} - {rank})
         edges = [replace(edge, owed=tuple(sorted(ranks))) for edge, ranks in owed.items() if ranks]
         self.edges = sorted(edges, key=lambda edge: (edge.waiter, edge.owed, edge.what))
@@ -294,7 +289,6 @@ class _Ranks:
                 name=says.partition(" ")[2],
                 what="entry",
                 waited_by=tuple(sorted(self.waiters)),
-                waited_s=max(line.waited_s for _, line in [*named, *self.waits]),
                 check=_checks(line for _, line in named),
             )
 
@@ -332,7 +326,6 @@ class _Ranks:
         return HangCause(
             "undecided",
             waited_by=tuple(sorted(self.waiters)),
-            waited_s=max((line.waited_s for _, line in self.waits), default=0.0),
             report="; ".join(report),
             check=tuple(filter(None, check)),
         )
