@@ -225,15 +225,8 @@ class _Case:
 
     def _follow_behind(self, edge: _Wait, state: RankState) -> None:
         """The rank has not entered the operation."""
-        waits = state.waits
-        if waits is not None:
-            is_other = waits.series != edge.series and edge.series != DESTRUCTION
-            # Of ranks that it has masked there is no edge.
-            back = (edge.owed, edge.waiter)
-            if is_other and any((w.waiter, w.owed) == back for w in self.waits):
-                self._cross(edge)
-            else:
-                self._pass_on(edge, edge.owed)
+        if state.waits is not None:
+            self._pass_on(edge, edge.owed)
         elif state.process == "busy":
             self._blame(edge.owed, edge, "busy")
         elif open_hook(state):
@@ -246,14 +239,6 @@ class _Case:
             self._blame(edge.owed, edge, "not_started")
         else:
             self._blame_host(edge, state)
-
-    def _cross(self, edge: _Wait) -> None:
-        """Both wait for each other, in different series."""
-        waiters = {e.waiter: (e.series, e.number) for e in self.edges}
-        both = waiters[edge.waiter], waiters[edge.owed]
-        places = {rank: place for rank, place in waiters.items() if place in both}
-        draft = self._mismatch(sides_across(self.states, places))
-        draft.waiters.update((edge.waiter, edge.owed))
 
     def _blame_in(self, edge: _Wait, state: RankState, calls: Sequence[Call]) -> None:
         """It has entered, has not sent all, and does not wait."""
@@ -402,8 +387,12 @@ class _Case:
                 self._add_circle(ranks)
 
     def _add_circle(self, ranks: tuple[int, ...]) -> None:
-        waits = min((e for e in self.edges if e.waiter in ranks), key=lambda edge: edge.number)
-        at = (waits.series, waits.number, self._name(waits.series, waits.number))
+        places = {e.waiter: (e.series, e.number) for e in self.edges if e.waiter in ranks}
+        if len({series for series, _ in places.values()}) > 1:
+            self._mismatch(sides_across(self.states, places)).waiters.update(ranks)
+            return
+        series, number = min(places.values())
+        at = (series, number, self._name(series, number))
         links = {(rank, target) for rank in ranks for target in self.links[rank]}
         accused = self._all_accused(ranks)
         if any(edge.what == "slots" and (edge.waiter, edge.owed) in links for edge in self.waits):
