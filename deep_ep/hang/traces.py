@@ -99,21 +99,26 @@ def _global_ranks(states: Mapping[int, RankState], num_ranks: int) -> list[int]:
 def _traces(
     states: Mapping[int, RankState], verdict: HangVerdict, global_ranks: list[int]
 ) -> dict[int, dict[str, Any]]:
-    group = verdict.buffer or "deep_ep"
-    entries = _entries(states, OPERATIONS, group)
-    groups = {group: "deep_ep"}
-    # What is numbered by itself is a group of its own, behind all operations; where a rank has none of these,
-    # torch's tool would take its first barrier for the beginning of all.
-    series = {call.series for state in states.values() for call in state.calls} - {OPERATIONS}
-    if all(entries.values()):
-        for name in sorted(series):
-            own = f"{group}/{name}"
-            groups[own] = f"deep_ep {name}"
-            _append(entries, _entries(states, name, own))
-    config = {
-        name: {"name": name, "desc": desc, "ranks": str(sorted(global_ranks))}
-        for name, desc in groups.items()
-    }
+    name = verdict.buffer or "deep_ep"
+    config: dict[str, dict[str, str]] = {}
+    entries: dict[int, list[dict[str, Any]]] = {rank: [] for rank in states}
+    others = {call.series for state in states.values() for call in state.calls} - {OPERATIONS}
+    for series in (OPERATIONS, *sorted(others)):
+        # What is numbered by itself is a group of its own, behind all operations; where a rank has none of these,
+        # torch's tool would take its first barrier for the beginning of all.
+        if config and not all(entries.values()):
+            break
+        group = (f"{name}/{series}", f"deep_ep {series}")
+        if series == OPERATIONS:
+            group = (name, "deep_ep")
+        config[group[0]] = {"name": group[0], "desc": group[1], "ranks": str(sorted(global_ranks))}
+        by_rank = _entries(states, series, group)
+        # Rings begin where they have room for; the tool compares what all of them hold.
+        begin = max((min(found) for found in by_rank.values() if found), default=0)
+        base = max((found[-1]["record_id"] for found in entries.values() if found), default=-1)
+        for rank, found in by_rank.items():
+            numbers = [number for number in sorted(found) if number >= begin]
+            entries[rank] += [{**found[n], "record_id": base + n} for n in numbers]
     return {
         rank: {
             "version": VERSION,
@@ -125,25 +130,23 @@ def _traces(
     }
 
 
-def _append(entries: dict[int, list[Any]], more: Mapping[int, list[Any]]) -> None:
-    """Appends entries of another series, from where all rings that hold any of it begin."""
-    begin = max((found[0]["collective_seq_id"] for found in more.values() if found), default=0)
-    base = max(entry["record_id"] for found in entries.values() for entry in found)
-    for rank, found in more.items():
-        for entry in found:
-            if entry["collective_seq_id"] >= begin:
-                entries[rank].append({**entry, "record_id": base + entry["collective_seq_id"]})
-
-
 def _entries(
-    states: Mapping[int, RankState], series: str, group: str
-) -> dict[int, list[dict[str, Any]]]:
-    """By rank, what it has called; of one that does not answer also what others have finished, which takes all ranks.
+    states: Mapping[int, RankState], series: str, group: tuple[str, str]
+) -> dict[int, dict[int, dict[str, Any]]]:
+    """By rank and number, what it has called; of one that does not answer also what others have finished, which takes all ranks.
 
     Its own last word, if there is any, may be older than the rings of the others, and torch's tool takes what a file
     does not name for what the rank has not called.
     """
-    own = {rank: _entries_of(state, series, group) for rank, state in states.items()}
+    own: dict[int, dict[int, dict[str, Any]]] = {}
+    for rank, state in states.items():
+        by_number: dict[int, list[Call]] = defaultdict(list)
+        for number, call in numbered(state, series):
+            by_number[number].append(call)
+        own[rank] = {
+            number: _entry(number, calls, group, state.num_ranks)
+            for number, calls in by_number.items()
+        }
     finished = {
         number: {**entry, "frames": []}
         for rank, state in states.items()
@@ -154,37 +157,26 @@ def _entries(
     for rank, state in states.items():
         if state.process != "alive":
             own[rank].update(finished)
-    return {rank: [said[number] for number in sorted(said)] for rank, said in own.items()}
+    return own
 
 
-def _entries_of(state: RankState, series: str, group: str) -> dict[int, dict[str, Any]]:
-    """By number."""
-    by_number: dict[int, list[Call]] = defaultdict(list)
-    for number, call in numbered(state, series):
-        by_number[number].append(call)
-    return {
-        number: _entry(number, calls, group, state.num_ranks) for number, calls in by_number.items()
-    }
-
-
-def _entry(number: int, calls: list[Call], group: str, num_ranks: int) -> dict[str, Any]:
+def _entry(
+    number: int, calls: list[Call], group: tuple[str, str], num_ranks: int
+) -> dict[str, Any]:
     """One operation. Both kernels of a normal dispatch are one: torch takes two of a number for a batch."""
     first, last = calls[0], calls[-1]
+    name = re.sub(r"[^\w.]", "_", last.name)  # the tool splits it at colons and blanks
     sizes, dtypes = [_sizes(last, num_ranks)], [_dtype(last.dtype)]
     is_completed = bool(last.finished_ns) and not last.failed and last.name != NOTIFY
     has_started = any(call.has_entered for call in calls)
     return {
-        "record_id": number - 1,
         "pg_id": 0,
-        "process_group": (
-            group,
-            "deep_ep" if first.series == OPERATIONS else f"deep_ep {first.series}",
-        ),
+        "process_group": group,
         "collective_seq_id": number,
         "p2p_seq_id": 0,
         "op_id": number,
         "is_p2p": False,
-        "profiling_name": f"{_BACKEND}:{_type(first)} deep_ep.{_name(last)}",
+        "profiling_name": f"{_BACKEND}:{_type(first)} deep_ep.{name}",
         "time_created_ns": max(1, first.called_ns),
         "input_sizes": sizes,
         "output_sizes": sizes,
@@ -205,11 +197,6 @@ def _type(call: Call) -> str:
     if call.series != OPERATIONS:
         return _OTHER
     return _COMBINE if "combine" in call.name else _DISPATCH
-
-
-def _name(call: Call) -> str:
-    """The tool splits names at colons and blanks."""
-    return re.sub(r"[^\w.]", "_", call.name)
 
 
 def _sizes(call: Call, num_ranks: int) -> list[int]:
