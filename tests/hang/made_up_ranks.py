@@ -26,6 +26,12 @@ def thread(*frames: Frame) -> tuple[Thread, ...]:
     return (Thread("MainThread", frames),)
 
 
+def with_last_call(state: RankState, **values: object) -> RankState:
+    """That state, but for some values of its newest call."""
+    *before, last = state.calls
+    return replace(state, calls=(*before, replace(last, **values)))  # type: ignore[arg-type]
+
+
 @dataclass
 class Group:
     """Ranks that are in operation `number`, all of them healthy until something is done to them.

@@ -67,11 +67,6 @@ def test_exit_status_for_scripts(tmp_path: Path, stuck: dict[int, str], status: 
     assert main(["hang", str(tmp_path)]) == 0
 
 
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["hang", str(tmp_path / "no")]) == 2
-    assert "there is no such directory" in capsys.readouterr().err
-
-
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states = Group(4, stuck={1: "gone"}).states()
     plain = json.loads(run(capsys, dump(tmp_path, states), "--json"))

@@ -131,17 +131,10 @@ def test_it_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
-def test_json_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log, page = tmp_path / "a.log", tmp_path / "page.html"
-    log.write_text(REPORTS[2].lines)
-    assert main(["hang", str(log), "--json", "--html", str(page)]) == 0
-    (shown,) = json.loads(capsys.readouterr().out)["buffers"]
-    verdict = HangVerdict.of(shown["verdict"])
-    (cause,) = verdict.causes
-    assert (cause.kind, cause.ranks, verdict.missing) == ("undecided", (), (3, 4))
-    assert "over the network" in cause.report
-    assert shown["advice"][0].endswith("Missing: the log of ranks 3-4.")
-    assert "undecided: " in page.read_text()
+def test_the_log_of_those_who_say_nothing_is_asked_for(tmp_path: Path) -> None:
+    found = read(tmp_path, REPORTS[2].lines)
+    assert found.buffers[0].verdict.missing == (3, 4)
+    assert words(found).endswith(" Missing: the log of ranks 3-4.")
 
 
 def test_logs_beside_dumps(tmp_path: Path) -> None:
@@ -163,17 +156,6 @@ def test_a_file_with_nothing_in_it(tmp_path: Path, capsys: pytest.CaptureFixture
     log.write_text("DeepGEMM warmup:  12%\n")
     assert main(["hang", str(log)]) == 0
     assert "in the logs nobody says that it waits" in capsys.readouterr().out
-
-
-def test_terminals_are_not_steered_by_a_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = tmp_path / "a.log"
-    log.write_text("ibrc.cpp:1: non-zero status: 7 a\x1b]0;owned\x07\x1b[2J\u202e\n")
-    assert main(["hang", str(log)]) == 0
-    said = capsys.readouterr().out
-    assert "status 7" in said
-    assert not {"\x1b", "\x07", "\u202e"} & set(said)
 
 
 # ---- who is named

@@ -49,6 +49,7 @@ def test_torch_s_tool_names_the_rank_that_is_missing(tmp_path: Path, stuck: str)
     *others, found = findings(tmp_path / "fr")
     assert found.missing_ranks == {2}
     assert found.collective_seq_id == 12
+    assert found.collective_name == "nccl:all_to_all deep_ep.low_latency_dispatch"
     # Whose hook was not called is in the operation before, which the others have completed.
     assert [other.collective_seq_id for other in others] == ([11] if stuck == "hook" else [])
 
@@ -120,20 +121,6 @@ def test_both_kernels_of_a_normal_dispatch_and_barriers_are_matched(tmp_path: Pa
     (found,) = findings(tmp_path / "fr")
     assert (found.pass_check, found.missing_ranks) == (True, {2})
     assert found.collective_name.startswith("nccl:barrier")
-
-
-@pytest.mark.exhaustive
-def test_the_program_that_torch_installs(tmp_path: Path) -> None:
-    dump(tmp_path / "fr", Group(4, stuck={2: "gone"}).states())
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.flight_recorder.fr_trace",
-        str(tmp_path / "fr"),
-    ]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "collective: nccl:all_to_all deep_ep.low_latency_dispatch" in said
-    assert "missing ranks: {2}" in said
 
 
 def test_where_torch_s_recorder_writes_ours_lie_apart(
@@ -307,16 +294,12 @@ def test_of_two_dumps_of_one_rank_the_newer_counts(tmp_path: Path) -> None:
     assert [cause.kind for cause in buffer.verdict.causes] == ["gone"]
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()])
-def test_nothing_to_read(tmp_path: Path, make: Any) -> None:
-    make(tmp_path / "no")
-    with pytest.raises(EPArgumentError, match="Name "):
+def test_nothing_to_read(tmp_path: Path) -> None:
+    with pytest.raises(EPArgumentError, match=r"there is no such directory or file.* Name "):
         read_folder(tmp_path / "no")
-
-
-def test_who_names_a_folder_of_records_is_told_who_reads_them(tmp_path: Path) -> None:
+    # A folder of records is one of another command.
     (tmp_path / "diagnose-host-1-0.jsonl").write_text("{}\n{}\n")
-    with pytest.raises(EPArgumentError, match=r"`show` reads records"):
+    with pytest.raises(EPArgumentError, match=r"no dump can be read.* `show` reads records"):
         read_folder(tmp_path)
 
 

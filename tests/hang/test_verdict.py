@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.states import Call, Frame, RankState, Waits
 from deep_ep.hang.verdict import judge
-from made_up_ranks import BEFORE, NOW_NS, TRAIN, Group, S, thread
+from made_up_ranks import BEFORE, NOW_NS, TRAIN, Group, S, thread, with_last_call
 
 # What a rank that is stuck in this way is accused of.
 KIND = {**{how: how for how in BEFORE}, "not_sent": "not_sent", "mismatch": "mismatch"}
@@ -126,8 +126,7 @@ def test_where_no_side_is_larger_all_are_named() -> None:
 
 def test_other_sizes_are_a_mismatch_although_nobody_says_so() -> None:
     states = Group(4, lost={(0, 1), (1, 0), (2, 1), (3, 1)}).states()
-    *done, call = states[1].calls
-    states[1] = replace(states[1], calls=(*done, replace(call, sizes={"hidden": 4096})))
+    states[1] = with_last_call(states[1], sizes={"hidden": 4096})
     (cause,) = judge(states).causes
     assert (cause.kind, cause.ranks) == ("mismatch", (1,))
     assert [side.values for side in cause.sides] == [{"hidden": "7168"}, {"hidden": "4096"}]
@@ -135,8 +134,7 @@ def test_other_sizes_are_a_mismatch_although_nobody_says_so() -> None:
 
 def test_sizes_of_different_operations_are_not_compared() -> None:
     states = Group(4, stuck={1: "mismatch"}).states()
-    *done, call = states[1].calls
-    states[1] = replace(states[1], calls=(*done, replace(call, sizes={"hidden": 4096})))
+    states[1] = with_last_call(states[1], sizes={"hidden": 4096})
     (cause,) = judge(states).causes
     assert [dict(side.values) for side in cause.sides] == [{}, {}]
 
@@ -176,8 +174,7 @@ def test_ranks_that_wait_for_each_other_in_two_series_called_in_another_order() 
 
 def test_a_kernel_that_has_not_started_of_another_operation_is_a_mismatch() -> None:
     states = Group(4, stuck={1: "not_started"}).states()
-    *done, call = states[1].calls
-    states[1] = replace(states[1], calls=(*done, replace(call, name="low_latency_combine")))
+    states[1] = with_last_call(states[1], name="low_latency_combine")
     (cause,) = judge(states).causes
     assert (cause.kind, cause.ranks) == ("mismatch", (1,))
 
@@ -247,9 +244,7 @@ def test_who_waits_in_the_first_half_of_a_dispatch_needs_what_that_sends() -> No
 def test_slots_that_a_receive_hook_would_free() -> None:
     group = Group(2, blocked={0: (1,)})
     states = group.states()
-    *done, call = states[1].calls
-    waiting = replace(call, has_hook=True)
-    states[1] = replace(states[1], calls=(*done, waiting), waits=None)
+    states[1] = replace(with_last_call(states[1], has_hook=True), waits=None)
     (cause,) = judge(states).causes
     assert (cause.kind, cause.ranks, cause.hook) == ("not_called", (1,), 12)
 
@@ -262,8 +257,7 @@ def test_a_rank_that_holds_the_gil_between_two_halves_is_busy() -> None:
 
 def test_a_rank_that_neither_waits_nor_has_ended_is_undecided() -> None:
     states = Group(4, stuck={1: "hook"}).states()
-    *done, call = states[1].calls
-    states[1] = replace(states[1], calls=(*done, replace(call, has_hook=False)))
+    states[1] = with_last_call(states[1], has_hook=False)
     (cause,) = judge(states).causes
     assert (cause.kind, cause.ranks, cause.between) == ("unknown", (1,), ("not_called", "not_sent"))
 
@@ -301,17 +295,15 @@ def test_masked_ranks_are_left_out(stuck: str) -> None:
 def test_a_rank_that_came_since_is_not_accused() -> None:
     group = Group(4, stuck={1: "not_started"})
     states = group.states()
-    *done, call = states[1].calls
-    states[1] = replace(states[1], calls=(*done, replace(call, called_ns=NOW_NS + 1)))
+    states[1] = with_last_call(states[1], called_ns=NOW_NS + 1)
     assert judge(states).causes == ()
 
 
 def test_who_gave_up_for_another_one_s_sake_is_not_accused() -> None:
     group = Group(4, stuck={1: "not_called", 2: "not_sent"})
     states = group.states()
-    *done, call = states[2].calls
-    failed = replace(call, failed="timeout", finished_ns=9)
-    states[2] = replace(states[2], calls=(*done, failed), opened=0, closed=12)
+    failed = with_last_call(states[2], failed="timeout", finished_ns=9)
+    states[2] = replace(failed, opened=0, closed=12)
     assert accused(judge(states)) == {("not_called", 1)}
     alone = {rank: state for rank, state in states.items() if rank != 1}
     alone[0] = replace(alone[0], waits=Waits("operation", 12, 12.0, {"rows": (2,)}))
