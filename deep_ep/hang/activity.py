@@ -58,53 +58,43 @@ class _Pattern(NamedTuple):
     text: str = ""
 
 
-_COLLECTIVES = (
-    r"^(_?(all_|reduce_|broadcast|barrier|monitored_barrier|gather|scatter|send|recv|isend|irecv|"
-    r"batch_isend_irecv|reduce)|wait)"
-)
-# Where several frames fit, the innermost one says it. What is specific is looked for first: whoever compiles
-# may wait for a thread while he does.
-_SPECIFIC = (
-    _Pattern("debugger", r"(^|/)(pdb|bdb|ipdb/\w+|debugpy/.*)\.py$"),
-    _Pattern("compiling", r"/torch/_(inductor|dynamo|functorch)/"),
-    _Pattern("compiling", r"/triton/(compiler|backends|runtime/(build|autotuner))"),
-    _Pattern(
-        "compiling", r"/triton/runtime/jit\.py$", r"^(_do_compile|compile|warmup|create_binder)"
-    ),
-    _Pattern("compiling", r"/torch/utils/cpp_extension\.py$"),
-    _Pattern(
-        "compiling", r"/(deep_gemm|flashinfer|tilelang|tvm|cutlass|numba)/(.*/)?(jit|compile)"
-    ),
-    _Pattern("collective", r"/torch/distributed/distributed_c10d\.py$", _COLLECTIVES),
-    _Pattern("collective", r"/torch/distributed/(_functional_collectives|nn/functional)\.py$"),
-    _Pattern("collective", r"/(pynccl|communicator|mpi4py)[\w/]*\.py$", _COLLECTIVES),
-    _Pattern(
-        "initialising", r"/torch/distributed/distributed_c10d\.py$", r"init_process_group|new_group"
-    ),
-    _Pattern("initialising", r"/torch/distributed/(rendezvous|elastic/rendezvous/.*)\.py$"),
-    _Pattern("initialising", r"/deep_ep/(\w+/)?(construction|rendezvous|nvshmem)\.py$"),
-    _Pattern("initialising", r"/torch/cuda/__init__\.py$", r"^(_lazy_init|init|set_device)$"),
-    _Pattern("initialising", r"/(model_loader|modeling_utils|weight_utils)[\w/]*\.py$"),
-    _Pattern("checkpoint", r"/torch/(serialization|distributed/checkpoint/.*)\.py$"),
-    _Pattern("checkpoint", r"/safetensors/"),
-    _Pattern("data", r"/torch/utils/data/"),
-    _Pattern("data", r"/(datasets|webdataset|streaming)/\w"),
-    _Pattern("optimiser", r"/torch/optim/"),
-    _Pattern("optimiser", r"/torch/nn/utils/clip_grad\.py$"),
-    _Pattern("optimiser", r"/(optimizer|optimizers)/\w|/(distrib_)?optimizer\.py$"),
-)
-_GENERAL = (
-    _Pattern("gpu", r"/torch/cuda/(__init__|streams|graphs)\.py$", r"^(synchronize|wait)"),
-    _Pattern(
-        "process", r"(^|/)subprocess\.py$", r"^(_?wait|communicate|_try_wait|run|_communicate)$"
-    ),
-    _Pattern("network", r"(^|/)(socket|ssl|http/client|urllib/request|urllib3/.*)\.py$"),
-    _Pattern(
-        "thread", r"(^|/)(threading|queue)\.py$", r"^(wait|join|get|put|acquire|_wait|__enter__)"
-    ),
-    _Pattern("sleeping", "", "", r"\bsleep\("),
-    _Pattern("sleeping", "", r"^_?sleep$"),
-)
+def _patterns(table: str) -> tuple[_Pattern, ...]:
+    return tuple(_Pattern(*row.split()) for row in table.strip().splitlines())
+
+
+# What | a pattern of the file | of the function | of the line. Where several frames fit, the innermost one says it. What is
+# specific is looked for first: whoever compiles may wait for a thread while he does.
+_SPECIFIC = _patterns(r"""
+debugger      (^|/)(pdb|bdb|ipdb/\w+|debugpy/.*)\.py$
+compiling     /torch/_(inductor|dynamo|functorch)/
+compiling     /triton/(compiler|backends|runtime/(build|autotuner))
+compiling     /triton/runtime/jit\.py$                            ^(_do_compile|compile|warmup|create_binder)
+compiling     /torch/utils/cpp_extension\.py$
+compiling     /(deep_gemm|flashinfer|tilelang|tvm|cutlass|numba)/(.*/)?(jit|compile)
+collective    /torch/distributed/distributed_c10d\.py$            ^(_?(all_|reduce|broadcast|(monitored_)?barrier|gather|scatter|(batch_)?i?(send|recv))|wait)
+collective    /torch/distributed/(_functional_collectives|nn/functional)\.py$
+collective    /(pynccl|communicator|mpi4py)[\w/]*\.py$            ^(_?(all_|reduce|broadcast|(monitored_)?barrier|gather|scatter|(batch_)?i?(send|recv))|wait)
+initialising  /torch/distributed/distributed_c10d\.py$            init_process_group|new_group
+initialising  /torch/distributed/(rendezvous|elastic/rendezvous/.*)\.py$
+initialising  /deep_ep/(\w+/)?(construction|rendezvous|nvshmem)\.py$
+initialising  /torch/cuda/__init__\.py$                           ^(_lazy_init|init|set_device)$
+initialising  /(model_loader|modeling_utils|weight_utils)[\w/]*\.py$
+checkpoint    /torch/(serialization|distributed/checkpoint/.*)\.py$
+checkpoint    /safetensors/
+data          /torch/utils/data/
+data          /(datasets|webdataset|streaming)/\w
+optimiser     /torch/optim/
+optimiser     /torch/nn/utils/clip_grad\.py$
+optimiser     /(optimizer|optimizers)/\w|/(distrib_)?optimizer\.py$
+""")
+_GENERAL = _patterns(r"""
+gpu           /torch/cuda/(__init__|streams|graphs)\.py$          ^(synchronize|wait)
+process       (^|/)subprocess\.py$                                ^(_?wait|communicate|_try_wait|run|_communicate)$
+network       (^|/)(socket|ssl|http/client|urllib/request|urllib3/.*)\.py$
+thread        (^|/)(threading|queue)\.py$                         ^(wait|join|get|put|acquire|_wait|__enter__)
+sleeping      .*                                                  .*  \bsleep\(
+sleeping      .*                                                  ^_?sleep$
+""")
 _IMPORT = re.compile(r"<frozen importlib")
 # An import that is under way shows near the innermost frame; all that a module does when it is imported
 # has such frames further out.

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Callable
@@ -70,8 +71,8 @@ class Recorder:
             num_frames: of the program, that are remembered with a call.
             called_ns: when the program called `Buffer`, UTC; 0: that is not known.
         """
-        self._rank, self._num_ranks = rank, num_ranks
-        self.buffer, self._place = buffer, place
+        self.buffer = buffer
+        self._known = RankState(rank, num_ranks, buffer, place.host, place.pid, written_by=rank)
         self._native, self._most, self._masked = native, most, masked
         self._thread = threading.get_ident()
         self._num_frames = num_frames
@@ -123,15 +124,10 @@ class Recorder:
         entered = [call for call in calls if call.series == "operation" and call.entered_ns]
         threads = threads_of_process(self._thread) if with_threads else ()
         ends = () if self._destruction is None else (self._destruction,)
-        return RankState(
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            buffer=self.buffer,
-            host=self._place.host,
-            pid=self._place.pid,
+        return replace(
+            self._known,
             global_rank=_global_rank(),
             taken_ns=time.time_ns(),
-            written_by=self._rank,
             raised=_raised or _handled_by(self._thread),
             closed=max((call.number for call in entered if call.finished_ns), default=0),
             opened=max((call.number for call in entered if not call.finished_ns), default=0),

@@ -245,10 +245,10 @@ class _Case:
         last = calls[-1] if calls else None
         if last is not None and last.is_pending:
             self._blame(edge.owed, edge, "not_started")
-        elif last is not None and last.name == NOTIFY and last.finished_ns:
-            self._blame_host(edge, state)
         elif state.process == "busy":
             self._blame(edge.owed, edge, "busy")
+        elif last is not None and last.name == NOTIFY and last.finished_ns:
+            self._blame_host(edge, state)
         elif last is not None and last.sent_ns and edge.what != "slots":
             # It neither waits nor has ended: what it says of itself was not of one moment.
             self._blame(edge.owed, edge, "unknown", ("not_called", "not_sent"))
@@ -257,9 +257,6 @@ class _Case:
 
     def _blame_host(self, edge: _Wait, state: RankState) -> None:
         """No kernel of it runs; so it is the host that does not go on."""
-        if state.process == "busy":
-            self._blame(edge.owed, edge, "busy")
-            return
         other = next(filter(_is_in_operation, self.elsewhere.get(edge.owed, ())), None)
         if other is not None:
             self._blame(edge.owed, edge, "other_buffer", elsewhere=_where(other))
