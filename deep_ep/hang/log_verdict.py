@@ -168,11 +168,12 @@ def verdicts(logs: Sequence[LogFile]) -> tuple[list[HangVerdict], list[str]]:
     """
     lines = _with_groups([line for log in logs for line in log.lines])
     is_torn = any(log.is_torn for log in logs)
-    found = [_first_death(lines)]
+    death = _first_death(lines)
+    if death is not None:  # what ended later may have been ended for it
+        lines = [line for line in lines if "dead" not in line.fields]
     counted = dict.fromkeys(line.counted for line in lines if line.counted)
-    found += [_Ranks(each, lines, is_torn).verdict() for each in counted]
-    found.append(_of_processes(lines))
-    known = [verdict for verdict in found if verdict is not None]
+    ranks = [_Ranks(each, lines, is_torn).verdict() for each in counted]
+    known = [found for found in (death, *ranks, _of_processes(lines)) if found is not None]
     named = [verdict for verdict in known if verdict.ranks]
     if not named:
         return known, []

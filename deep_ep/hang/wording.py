@@ -319,9 +319,9 @@ def _waiting(cause: HangCause) -> list[str]:
     if cause.kind == "undecided":
         return []
     if not cause.waited_by:
-        return (
-            ["nobody waits for it yet"] if cause.kind in ("gone", "stopped", "unreachable") else []
-        )
+        is_lost = cause.kind in ("gone", "stopped", "unreachable")
+        # A log, which says what to check, may end too early to know.
+        return ["nobody waits for it yet"] if is_lost and not cause.check else []
     owing = max(len(cause.accused), len(cause.paths), 1)
     if cause.kind in ("mismatch", "circle", "unknown") and set(cause.ranks) <= set(cause.waited_by):
         owing = 0

@@ -244,7 +244,10 @@ def test_who_reached_the_monitored_barrier_is_not_named(tmp_path: Path) -> None:
 def test_a_death_is_the_reason_only_before_all_waits(tmp_path: Path) -> None:
     death = "ERROR [multiproc_executor.py:140] Worker proc VllmWorker-2 died unexpectedly, shutting down\n"
     wait = "DeepEP Gin barrier timeout, tag: 4, scaleout: 1, scaleup: 0/8, signal: 14, target: 15\n"
-    assert named(read(tmp_path, death + wait)) == {2}
+    found = read(tmp_path, death + wait)
+    assert named(found) == {2}
+    assert words(found).startswith("rank 2 is dead: the process is gone. ")
+    assert not any("others waited before" in remark for remark in found.remarks)
     assert named(read(tmp_path, wait + death)) == set()
     assert named(read(tmp_path, death, wait)) == set()
 
