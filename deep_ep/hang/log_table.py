@@ -160,9 +160,12 @@ CHECKS = {
     "compiling": "A rank compiled DeepGEMM kernels, for longer than others wait: compile before (python -m sglang.compile_deep_gemm).",
 }
 
+# Of numbers, those of ranks: what has more digits is none.
+_OF_RANKS = "rank", "at", "dead", "owed", "node", "place", "places", "from_node", "from_place"
 _KINDS = {
     "": r"-?\d{1,18}",
-    "list": r"\d+(?:, \d+)*",
+    "rank": r"\d{1,4}",
+    "list": r"\d{1,4}(?:, \d{1,4})*",
     "word": r"\w+",
     "host": r"[^\s<]+",
     "group": r"[^\]]*?",
@@ -224,7 +227,8 @@ def _pattern(message: str) -> str:
     parts = re.split(r"\{(\w*)(?::(\w+))?\}", message)
     found = re.escape(parts[0])
     for name, kind, text in zip(parts[1::3], parts[2::3], parts[3::3]):
-        found += f"(?P<{name}>{_KINDS[kind or '']})" if name else f"(?:{_KINDS[kind or '']})"
+        inside = _KINDS[kind or ("rank" if name in _OF_RANKS else "")]
+        found += f"(?P<{name}>{inside})" if name else f"(?:{inside})"
         found += re.escape(text)
     return found.replace(r"\ ", " +")
 

@@ -21,8 +21,8 @@ from deep_ep.hang.wording import wait_text
 
 # DeepEP's nodes have so many ranks wherever it prints the place of a node.
 _PLACES = 8
-# Digits of a rank; ranks; clauses of a sentence.
-_MOST_DIGITS, _MOST_RANKS, _MOST_CLAUSES = 4, 1 << 16, 6
+# Ranks; clauses of a sentence.
+_MOST_RANKS, _MOST_CLAUSES = 1 << 16, 6
 _WORTH = re.compile(
     "DeepEP|DeepGEMM|Global rank: |ProcessGroup|Watchdog caught|non-zero status|NULL value|NVSHMEM API|init failed|ibv_modify_qp|Got completion|remote peer|ismatch"
     "|join collective|monitoredBarrier|memory broadcast|RPC call|died unexpectedly|exitcode: -9|mpirun noticed|atchdog timeout"
@@ -37,10 +37,9 @@ _TAIL = re.compile(r"[\w ]*(?:(?:= ?-?|-)\d*)?(?:, \w+ = -?\d+){0,2}\)\s*")
 # A host or container, and a rank, in what a launcher or a library puts before a line.
 _SOURCE = re.compile(r"\[pod/([\w.-]+)|^\s*([\w.-]*[A-Za-z][\w.-]*) +\| ")
 _RANKS = {
-    **{name: re.compile(rf"(?<![A-Za-z]){name}(\d+)(?=[\])\s])") for name in ("EP", "TP", "DP")},
-    "torch": re.compile(r"\[rank(\d+)\]"),
+    **{name: re.compile(rf"(?<![A-Za-z]){name}(\d{{1,4}})[\])\s]") for name in ("EP", "TP", "DP")},
+    "torch": re.compile(r"\[rank(\d{1,4})\]"),
 }
-_ARE_RANKS = "rank", "at", "dead", "owed", "node", "place", "places", "from_node", "from_place"
 _EP, _NODE, _TORCH = "ranks of EP", "ranks within a node", "ranks of torch"
 
 
@@ -131,10 +130,6 @@ def _line(row: LogRow, match: re.Match[str], prefix: str, file: str, at: int) ->
     fields = {name: text for name, text in match.groupdict().items() if text is not None}
     said = _SOURCE.search(prefix)
     source = next(filter(None, said.groups()), file) if said else file
-    for name in _ARE_RANKS:
-        numbers = fields.get(name, "0").split(",")
-        if any("-" in number or len(number.strip()) > _MOST_DIGITS for number in numbers):
-            return None
     rank = int(fields["rank"]) if "rank" in fields else None
     counted = _EP if row.numbers == "group" else ""
     if "node" in fields:
@@ -145,14 +140,14 @@ def _line(row: LogRow, match: re.Match[str], prefix: str, file: str, at: int) ->
         counted = _NODE
     elif row.numbers == "torch" or "group" in fields:
         whole = _RANKS["torch"].search(prefix)
-        if whole and len(whole[1]) <= _MOST_DIGITS:
+        if whole:
             fields["whole"] = whole[1]
         group = re.sub(r".*GUID|\s", "", fields.get("group", ""))
         counted = f"ranks of torch's group {group}" if group else _TORCH
     elif row.numbers == "prefix":
         told = ((name, pattern.search(prefix)) for name, pattern in _RANKS.items())
         for name, number in told:
-            if number and len(number[1]) <= _MOST_DIGITS:
+            if number:
                 counted, rank = f"ranks of {name}", int(number[1])
                 break
     return LogLine(row, fields, counted, rank, source, file, at)
