@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -98,23 +99,18 @@ def read_folder(*names: Path | str) -> Folder:
     return Folder(buffers, tuple(hanging(read.torch)), tuple(read.remarks))
 
 
-def _files(directory: Path, remarks: list[str], depth: int = _DEPTH) -> list[Path]:
+def _files(directory: Path, remarks: list[str]) -> list[Path]:
+    def leave_out(error: OSError) -> None:
+        remarks.append(f"{error.filename}: left out: {error}")
+
     found: list[Path] = []
-    try:
-        inside = sorted(directory.iterdir())
-    except OSError as error:
-        remarks.append(f"{directory}: left out: {error}")
-        return found
-    for path in inside:
-        if len(found) >= _MOST_FILES:
-            remarks.append(f"{directory}: only the first {_MOST_FILES} files are read")
-            break
-        if path.is_dir():
-            if depth and not path.is_symlink():
-                found += _files(path, remarks, depth - 1)
-        else:
-            found.append(path)
-    return found
+    for folder, folders, names in os.walk(directory, onerror=leave_out):
+        is_deep = len(Path(folder).relative_to(directory).parts) == _DEPTH
+        folders[:] = [] if is_deep else sorted(folders)
+        found += [Path(folder, name) for name in sorted(names)]
+    if len(found) > _MOST_FILES:
+        remarks.append(f"{directory}: only the first {_MOST_FILES} files are read")
+    return found[:_MOST_FILES]
 
 
 def _read_file(path: Path, read: _Read) -> None:

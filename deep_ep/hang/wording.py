@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import cast
 
 from deep_ep.base.text import listed, rows_of, verb
@@ -12,23 +11,8 @@ from deep_ep.hang.activity import PHRASES, ThreadActivity
 from deep_ep.hang.cause import HangCause, HangVerdict, Kind, MismatchSide
 from deep_ep.hang.states import CONSTRUCTION, DESTRUCTION, OPERATIONS, Frame, RankState
 
-
-@dataclass(frozen=True)
-class KindRow:
-    """A kind of cause in words; those in braces are filled in.
-
-    Attributes:
-        title: in tables, and between what nothing can be decided.
-        claim: says it of the ranks or paths that a cause names.
-        advice: what to do.
-    """
-
-    title: str
-    claim: str
-    advice: str
-
-
-# Of each kind: its name | its title | what it says. Then what to do. `_words` has what stands in braces.
+# Of each kind: its name | its title, in tables and where nothing can be decided | what it says of the ranks or paths that
+# a cause names. Then what to do. `_words` has what stands in braces.
 _TABLE = """
 gone | process gone | {who} {is} dead: the process is gone{places}
 Read that rank's own log first; then end the job, or build a new Buffer on a group of those that live.
@@ -81,11 +65,12 @@ Read that rank's own log first.
 undecided | undecided | undecided: {cause.report}
 Name the logs of all ranks.
 """
-_ROWS: Mapping[Kind, KindRow] = {
-    cast("Kind", kind): KindRow(*texts) for kind, *texts in rows_of(_TABLE)
-}
-# Titles of tables, by kind.
-TITLES: Mapping[Kind, str] = {kind: row.title for kind, row in _ROWS.items()}
+TITLES: dict[Kind, str] = {}
+_CLAIMS: dict[Kind, str] = {}
+_ADVICE: dict[Kind, str] = {}
+for _kind, *_texts in rows_of(_TABLE):
+    _of = cast("Kind", _kind)
+    TITLES[_of], _CLAIMS[_of], _ADVICE[_of] = _texts
 
 # Instead of its own advice, for what a rank that has not called is seen to do.
 _ADVICE_WHILE = {
@@ -120,7 +105,7 @@ def line(verdict: HangVerdict) -> str:
 
 def sentence(cause: HangCause) -> str:
     """A cause and its evidence, without a full stop."""
-    claim = _ROWS[cause.kind].claim.format_map(_words(cause))
+    claim = _CLAIMS[cause.kind].format_map(_words(cause))
     parts = [claim, *_evidence(cause), *_waiting(cause)]
     return "; ".join(part for part in parts if part)
 
@@ -131,12 +116,12 @@ def advice(cause: HangCause) -> str:
         return " ".join(cause.check)
     if cause.kind != "not_called" or cause.between:
         kind: Kind = "unknown" if cause.between else cause.kind
-        return _ROWS[kind].advice.format_map(_words(cause))
+        return _ADVICE[kind].format_map(_words(cause))
     if any(accused.raised for accused in cause.accused):
         return _RAISED
     if cause.hook:
         return _HOOK
-    return _ADVICE_WHILE.get(cause.doing.what if cause.doing else "", _ROWS["not_called"].advice)
+    return _ADVICE_WHILE.get(cause.doing.what if cause.doing else "", _ADVICE["not_called"])
 
 
 def wait_text(waiters: Collection[int], owing: int = 0) -> str:

@@ -9,7 +9,6 @@ import pickle
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,14 +262,14 @@ def test_a_folder_that_cannot_be_opened_is_left_out(
     dump(tmp_path / "open", Group(2, stuck={1: "gone"}).states())
     closed = tmp_path / "closed"
     closed.mkdir()
-    listed = Path.iterdir
+    scandir = os.scandir
 
-    def iterdir(folder: Path) -> Iterator[Path]:
-        if folder == closed:
+    def refused(folder: str) -> Any:
+        if str(folder) == str(closed):
             raise PermissionError(13, "Permission denied", str(folder))
-        return listed(folder)
+        return scandir(folder)
 
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(os, "scandir", refused)
     folder = read_folder(tmp_path)
     assert folder.buffers[0].verdict.ranks == (1,)
     assert folder.remarks == (f"{closed}: left out: [Errno 13] Permission denied: '{closed}'",)
