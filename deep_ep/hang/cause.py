@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Optional
 
@@ -33,22 +33,42 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Edge:
-    """A rank waits for others.
+    """Ranks wait for others.
 
     Attributes:
-        waiter: the rank.
-        what: it needs of them.
-        series, number: of the operation in which it waits.
-        waited_s: how long its kernel has been waiting, seconds.
+        waiters: all ranks that wait for just this, ascending.
+        what: they need of the others.
+        series, number: of the operation in which they wait.
         owed: the others, ascending.
+        waited_s: the longest of their kernels, seconds.
     """
 
-    waiter: int
+    waiters: tuple[int, ...]
     what: Owed
     series: str
     number: int
+    owed: tuple[int, ...]
     waited_s: float = 0.0
-    owed: tuple[int, ...] = ()
+
+
+def edges_of(
+    owed: Mapping[tuple[int, Owed, str, int], Iterable[int]], waited_s: Mapping[int, float]
+) -> tuple[Edge, ...]:
+    """The edges of all who wait: ranks that wait for the same share one, or 1024 of them would fill no message.
+
+    Args:
+        owed: by waiter, what, series and number, for whom; who waits for nobody is left out.
+        waited_s: by waiter.
+    """
+    alike: dict[tuple[Owed, str, int, tuple[int, ...]], list[int]] = {}
+    for (waiter, what, series, number), ranks in sorted(owed.items()):
+        if ranks:
+            alike.setdefault((what, series, number, tuple(sorted(ranks))), []).append(waiter)
+    found = [
+        Edge(tuple(waiters), *wait, max(waited_s.get(rank, 0.0) for rank in waiters))
+        for wait, waiters in alike.items()
+    ]
+    return tuple(sorted(found, key=lambda edge: (edge.waiters, edge.owed, edge.what)))
 
 
 @dataclass(frozen=True)
@@ -127,7 +147,7 @@ class HangVerdict(InDump):
         num_ranks: size of its group.
         ranks_per_node: where operations between nodes go by way of gateways; 0: they do not.
         causes: independent of each other, what most ranks wait for first.
-        edges: who waits for whom, by waiter.
+        edges: who waits for whom, by waiters.
         masked: ranks that all others have masked out.
         missing: ranks of which no state was there.
         taken_ns: time of the newest state, UTC, ns since 1970.
@@ -150,4 +170,4 @@ class HangVerdict(InDump):
     @property
     def waiting(self) -> tuple[int, ...]:
         """All ranks that wait, ascending."""
-        return tuple(sorted({edge.waiter for edge in self.edges}))
+        return tuple(sorted({rank for edge in self.edges for rank in edge.waiters}))

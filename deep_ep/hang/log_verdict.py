@@ -14,9 +14,9 @@ from pathlib import Path
 
 from deep_ep.base import files
 from deep_ep.errors import ranks_text
-from deep_ep.hang.cause import Edge, HangCause, HangVerdict
+from deep_ep.hang.cause import HangCause, HangVerdict, edges_of
 from deep_ep.hang.log_table import CHECKS, ROWS, LogRow
-from deep_ep.hang.states import RankState
+from deep_ep.hang.states import Owed, RankState
 from deep_ep.hang.wording import wait_text
 
 # DeepEP's nodes have so many ranks wherever it prints the place of a node.
@@ -204,12 +204,11 @@ class _Ranks:
             if line.waits and line.rank is not None and not line.has_come
         ]
         self.waiters = {rank for rank, _ in self.waits}
-        owed: dict[Edge, set[int]] = {}
+        owed: dict[tuple[int, Owed, str, int], set[int]] = {}
         for rank, line in self.waits:
-            edge = Edge(rank, line.row.what, line.says, 0)
-            owed.setdefault(edge, set()).update({*line.owed} - {rank})
-        edges = [replace(edge, owed=tuple(sorted(ranks))) for edge, ranks in owed.items() if ranks]
-        self.edges = sorted(edges, key=lambda edge: (edge.waiter, edge.owed, edge.what))
+            at = (rank, line.row.what, line.says, 0)
+            owed.setdefault(at, set()).update({*line.owed} - {rank})
+        self.edges = edges_of(owed, {})
         self.owed = {rank for edge in self.edges for rank in edge.owed}
         self.elsewhere = set(self._elsewhere([line for line in lines if line.counted != counted]))
         self.claims = list(self._claims())
@@ -242,7 +241,7 @@ class _Ranks:
             f"{self.counted}, {names}",
             max(ranks) + 1,
             causes=tuple(causes),
-            edges=tuple(self.edges),
+            edges=self.edges,
             missing=tuple(sorted(ranks - self.waiters)),
         )
 
@@ -311,7 +310,10 @@ class _Ranks:
         elif not self.doubts:
             report.append("those for whom they wait do so themselves")
         ways = {
-            (rank // _PLACES, edge.waiter // _PLACES) for edge in self.edges for rank in edge.owed
+            (rank // _PLACES, waiter // _PLACES)
+            for edge in self.edges
+            for rank in edge.owed
+            for waiter in edge.waiters
         }
         if self.counted == _EP and ways and all(source != node for source, node in ways):
             text = ", ".join(f"{source} > {node}" for source, node in sorted(ways)[:_MOST_CLAUSES])

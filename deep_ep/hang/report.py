@@ -54,19 +54,10 @@ def sections(buffer: BufferDump) -> list[Section]:
 
 
 def _wait_lines(verdict: HangVerdict) -> Iterable[str]:
-    """Ranks that wait for the same in the same operation share a line."""
-    owed: dict[tuple[int, str], dict[str, list[int]]] = {}
     for edge in verdict.edges:
-        place = edge.waiter, wording.operation_text(edge.series, edge.number, "")
-        owed.setdefault(place, {}).setdefault(edge.what, []).extend(edge.owed)
-    waiting: dict[tuple[str, str], list[int]] = {}
-    for (waiter, at), by_what in owed.items():
-        what = " and ".join(f"{name} of {ranks_text(ranks)}" for name, ranks in by_what.items())
-        waiting.setdefault((what, at), []).append(waiter)
-    for (what, at), waiters in waiting.items():
-        waited_s = max(edge.waited_s for edge in verdict.edges if edge.waiter in waiters)
-        waited = f", {waited_s:.3g} s" if waited_s else ""
-        yield f"{ranks_text(waiters)}  >  {what}  ({at}{waited})"
+        at = wording.operation_text(edge.series, edge.number, "")
+        waited = f", {edge.waited_s:.3g} s" if edge.waited_s else ""
+        yield f"{ranks_text(edge.waiters)}  >  {edge.what} of {ranks_text(edge.owed)}  ({at}{waited})"
 
 
 def operation_table(states: Mapping[int, RankState], num_ranks: int) -> Section:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deep_ep.hang.activity import call_of, doing
-from deep_ep.hang.cause import Edge, HangCause, HangVerdict, Kind, MismatchSide
+from deep_ep.hang.cause import Edge, HangCause, HangVerdict, Kind, MismatchSide, edges_of
 from deep_ep.hang.graph import attracting_components, reaching
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
 from deep_ep.hang.states import (
@@ -98,9 +98,8 @@ class _Case:
             (max(state.num_ranks, rank + 1) for rank, state in states.items()), default=0
         )
         self.ranks_per_node = ranks_per_node if ranks_per_node < self.num_ranks else 0
-        self.edges = self._find_edges()
-        waits = [_Wait(e.waiter, r, e.what, e.series, e.number) for e in self.edges for r in e.owed]
-        self.waits = sorted(waits, key=lambda wait: (wait.waiter, wait.owed, wait.what))
+        self.waited_s: dict[int, float] = {}
+        self.waits = self._find_waits()
         self.drafts: dict[tuple[object, ...], _Draft] = {}
         self.links: dict[int, set[int]] = {}
         # What is asked for each edge again.
@@ -108,7 +107,7 @@ class _Case:
         self._entered = functools.cache(lambda rank, series: newest_entered(states[rank], series))
         # By series and number, the operation as the first says who waits in it.
         self.names: dict[tuple[str, int], str] = {}
-        for edge in self.edges:
+        for edge in self.waits:
             place = edge.series, edge.number
             self.names[place] = self.names.get(place) or self._name_of(edge.waiter, *place)
         # By series and number in which not all did alike: the side of each rank, and the cause.
@@ -133,7 +132,7 @@ class _Case:
             num_ranks=self.num_ranks,
             ranks_per_node=self.ranks_per_node,
             causes=tuple(self._causes()),
-            edges=self.edges,
+            edges=self._edges(),
             masked=tuple(sorted(masked)),
             missing=tuple(rank for rank in range(self.num_ranks) if rank not in self.states),
             taken_ns=max((state.taken_ns for state in self.states.values()), default=0),
@@ -150,19 +149,24 @@ class _Case:
             rank for rank in masked if all(rank in s for r, s in living.items() if r not in masked)
         }
 
-    def _find_edges(self) -> tuple[Edge, ...]:
-        edges = []
+    def _find_waits(self) -> list[_Wait]:
+        waits = []
         for waiter, state in sorted(self.states.items()):
-            waits = state.waits
-            if waits is None or not _may_wait(state, waits.series):
+            at = state.waits
+            if at is None or not _may_wait(state, at.series):
                 continue
-            for what, ranks in waits.missing.items():
-                owed = tuple(sorted(set(ranks).difference(state.masked)))
-                if owed:
-                    edges.append(
-                        Edge(waiter, what, waits.series, waits.number, waits.waited_s, owed)
-                    )
-        return tuple(sorted(edges, key=lambda edge: (edge.waiter, edge.owed[0], edge.what)))
+            for what, ranks in at.missing.items():
+                for owed in set(ranks).difference(state.masked):
+                    waits.append(_Wait(waiter, owed, what, at.series, at.number))
+                    self.waited_s[waiter] = at.waited_s
+        return sorted(waits, key=lambda wait: (wait.waiter, wait.owed, wait.what))
+
+    def _edges(self) -> tuple[Edge, ...]:
+        owed: dict[tuple[int, Owed, str, int], list[int]] = {}
+        for wait in self.waits:
+            at = (wait.waiter, wait.what, wait.series, wait.number)
+            owed.setdefault(at, []).append(wait.owed)
+        return edges_of(owed, self.waited_s)
 
     def _mismatch(self, sides: tuple[MismatchSide, ...]) -> _Draft:
         accused, first = self._all_accused(odd_ranks(sides)), sides[0]
@@ -384,7 +388,7 @@ class _Case:
                 self._add_circle(ranks)
 
     def _add_circle(self, ranks: tuple[int, ...]) -> None:
-        places = {e.waiter: (e.series, e.number) for e in self.edges if e.waiter in ranks}
+        places = {w.waiter: (w.series, w.number) for w in self.waits if w.waiter in ranks}
         if len({series for series, _ in places.values()}) > 1:
             self._mismatch(sides_across(self.states, places)).waiters.update(ranks)
             return
@@ -405,18 +409,17 @@ class _Case:
         if any(draft.cause.kind != "given_up" for draft in drafts):
             # Who gave up did so because of somebody else.
             drafts = [draft for draft in drafts if draft.cause.kind != "given_up"]
-        waited_s = {edge.waiter: edge.waited_s for edge in self.edges}
-        causes = [self._with_waiters(draft, waited_s) for draft in _merged(drafts)]
+        causes = [self._with_waiters(draft) for draft in _merged(drafts)]
         return sorted(
             causes, key=lambda cause: (-len(cause.waited_by), cause.ranks, cause.paths, cause.kind)
         )
 
-    def _with_waiters(self, draft: _Draft, waited_s: Mapping[int, float]) -> HangCause:
+    def _with_waiters(self, draft: _Draft) -> HangCause:
         """With all who wait for it, also because others do."""
         cause = draft.cause
         mine = () if cause.kind in ("circle", "mismatch", "unknown") else cause.ranks
-        waiters = (reaching(self.links, draft.waiters) & waited_s.keys()) - set(mine)
-        longest_s = max((waited_s[rank] for rank in waiters), default=0.0)
+        waiters = (reaching(self.links, draft.waiters) & self.waited_s.keys()) - set(mine)
+        longest_s = max((self.waited_s[rank] for rank in waiters), default=0.0)
         return replace(cause, waited_by=tuple(sorted(waiters)), waited_s=longest_s)
 
     def _name(self, series: str, number: int, rank: int | None = None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import cast
 
 from deep_ep.base.text import listed, rows_of, verb
@@ -89,7 +89,7 @@ _HOOK = "Call the hook that the operation returned, or Buffer.abandon_hook()."
 
 
 # Of a line, and of a cause in it.
-_MOST_CAUSES, _MOST_PATHS = 4, 16
+_MOST_CAUSES, _MOST_PLACES = 4, 16
 
 
 def line(verdict: HangVerdict) -> str:
@@ -202,9 +202,8 @@ def _operation(cause: HangCause) -> str:
 
 def _places(cause: HangCause) -> str:
     """ " (process 41 on host a, signal 9)": of each, if that is known."""
-    known = [_place(accused) for accused in cause.accused]
-    known = list(dict.fromkeys(place for place in known if place))
-    return f" ({'; '.join(known)})" if known else ""
+    known = dict.fromkeys(filter(None, map(_place, cause.accused)))
+    return f" ({_first(list(known), '; ')})" if known else ""
 
 
 def _place(accused: RankState) -> str:
@@ -243,11 +242,14 @@ def _sent(cause: HangCause) -> str:
 
 
 def _paths(cause: HangCause) -> str:
-    ends = [f"{source} > {destination}" for source, destination in cause.paths[:_MOST_PATHS]]
-    more = len(cause.paths) - len(ends)
-    paths = "path" if len(cause.paths) == 1 else "paths"
-    others = f" and {more} more" if more else ""
-    return f"{paths} {', '.join(ends)}{others}{OVER.get(cause.hop, '')}"
+    ends = [f"{source} > {destination}" for source, destination in cause.paths]
+    paths = "path" if len(ends) == 1 else "paths"
+    return f"{paths} {_first(ends, ', ')}{OVER.get(cause.hop, '')}"
+
+
+def _first(said: Sequence[str], joint: str) -> str:
+    more = len(said) - _MOST_PLACES
+    return joint.join(said[:_MOST_PLACES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _side(side: MismatchSide) -> str:

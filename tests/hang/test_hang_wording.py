@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from deep_ep.hang import wording
+from deep_ep.hang import messages, wording
 from deep_ep.hang.cause import HangCause, HangVerdict, Kind
 from deep_ep.hang.verdict import judge
 from made_up_ranks import Group
@@ -86,6 +86,17 @@ def test_paths_and_circles() -> None:
     assert wording.line(judge(circle.states())).startswith(
         "ranks 1-2, 5 wait for each other's slots in operation 12 (normal_combine); ranks 0-7 wait, for 12 s"
     )
+
+
+def test_a_line_of_many_ranks_is_short_and_so_is_its_message() -> None:
+    lost = Group(256, lost={(rank, rank + 128) for rank in range(128)})
+    assert "paths 0 > 128, 1 > 129, " in wording.line(judge(lost.states()))
+    silent = Group(256, stuck=dict.fromkeys(range(128), "silent"))
+    for group in (lost, silent):
+        verdict = judge(group.states())
+        assert " and 112 more" in wording.line(verdict)
+        assert len(wording.line(verdict)) < 1000
+        assert len(messages.encode(messages.InquiryVerdict(verdict, {}))) < 100_000
 
 
 def test_independent_causes_share_the_line() -> None:
