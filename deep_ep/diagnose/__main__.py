@@ -106,6 +106,7 @@ def _add_hang(parser: argparse.ArgumentParser) -> None:
         metavar="DIR_OR_LOG",
         help="where dumps were written, or the logs of all ranks",
     )
+    parser.add_argument("--svg", type=Path, metavar="OUT", help="also write the graph as a picture")
     _add_page_and_width(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument(

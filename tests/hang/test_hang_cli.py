@@ -7,16 +7,20 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from deep_ep.diagnose.__main__ import main
+from deep_ep.diagnose.cli.hang import svg_text
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.report import operation_table
 from deep_ep.hang.states import Frame, RankState
 from deep_ep.hang.traces import write_dump
 from deep_ep.hang.verdict import judge
 from made_up_ranks import Group, thread
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def dump(directory: Path, states: dict[int, RankState]) -> Path:
@@ -76,17 +80,30 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert buffer["causes"][0].startswith("rank 1 is dead")
 
 
-def test_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states = Group(8, stuck={3: "gone"}, lost={(1, 2)}).states()
     # What others wrote stays text.
     states[0] = replace(states[0], threads=thread(Frame("<script>alert(1)</script>", "a.py", 1)))
-    html = tmp_path / "page.html"
-    run(capsys, dump(tmp_path / "dump", states), "--html", html)
+    html, svg = tmp_path / "page.html", tmp_path / "picture.svg"
+    run(capsys, dump(tmp_path / "dump", states), "--html", html, "--svg", svg)
     page = html.read_text()
     assert "rank 3 is dead" in page
     assert "&lt;script&gt;" in page
     assert "<script" not in page
-    assert "http://" not in page
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    drawn = ElementTree.parse(svg).getroot()
+    names = {text.text for text in drawn.iter(f"{SVG}text")}
+    assert {"rank 3", "process gone", "rank 1", "rank 2", "lost"} <= names
+    assert {"ranks 0, 4-7"} <= names
+    assert len([path for path in drawn.iter(f"{SVG}path") if path.get("class") == "lost"]) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 64])
+def test_a_picture_of_ranks_that_all_wait_for_each_other(num_ranks: int) -> None:
+    pairs = {(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b}
+    text = svg_text(judge(Group(num_ranks, lost=pairs).states()))
+    assert len(text) < 200_000
+    ElementTree.fromstring(text)
 
 
 def test_terminals_are_not_steered_by_a_dump(

@@ -6,14 +6,15 @@ import argparse
 import json
 import sys
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ..core import safe_files
-from ..core.package import folder, hang_report, printable
-from ..render.page import page
+from ..core.package import HangVerdict, folder, hang_picture, hang_report, printable
+from ..render.page import page, part
 from ..render.terminal import standard_output
 
 # Exit status when there is a cause and --check was given.
@@ -30,6 +31,8 @@ def hang(given: argparse.Namespace) -> int:
         sys.stdout.write("\n")
     else:
         _print(standard_output(given.width), found)
+    if given.svg is not None and found.buffers:
+        safe_files.write(given.svg, svg_text(found.buffers[0].verdict).encode())
     if given.html is not None:
         title = f"Why it hangs: {', '.join(map(str, given.paths[:3]))}"
         safe_files.write(given.html, html(title, found))
@@ -38,7 +41,18 @@ def hang(given: argparse.Namespace) -> int:
 
 def html(title: str, found: folder.Folder) -> bytes:
     """The text of an HTML file, UTF-8: no script, and nothing from the network."""
-    return page("hang.html", title, found=found, report=hang_report)
+    return page("hang.html", title, found=found, report=hang_report, svg_text=svg_text)
+
+
+def svg_text(verdict: HangVerdict) -> Markup:
+    """The wait-for graph as the text of an SVG document, which needs nothing else."""
+    return part(
+        "picture.svg",
+        picture=hang_picture.picture(verdict),
+        width=hang_picture.WIDTH,
+        height=hang_picture.HEIGHT,
+        node_height=hang_picture.NODE_HEIGHT,
+    )
 
 
 def _plain(found: folder.Folder) -> dict[str, object]:
