@@ -121,22 +121,10 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Reads traces of the torch profiler (JSON, or gzip of it), of one rank or of all, and prints what dispatch "
         "and combine take, how much of it is exposed, and the bandwidth that they reach; with all ranks' traces "
-        "also who came last, and the bandwidth without waiting; with counters also the phases of each call."
+        "also who came last, and the bandwidth without waiting."
     )
     parser.add_argument(
         "paths", type=Path, nargs="+", metavar="FILE_OR_DIR", help="a trace of each rank"
-    )
-    parser.add_argument(
-        "--counters",
-        type=Path,
-        metavar="FILE_OR_DIR",
-        help="what diagnose.save() wrote in the same run: phases, and bytes by link",
-    )
-    parser.add_argument(
-        "--merge",
-        type=Path,
-        metavar="DIR",
-        help="also write the traces there, with phases as slices",
     )
     _add_links(parser)
     _add_page_and_width(parser)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..core import safe_files
 from ..core.diagnosis import Diagnosis
-from ..core.package import PHASES, EPArgumentError, counted, printable
+from ..core.package import EPArgumentError, counted, printable
 from ..core.quantities import number, percent
 from ..render import wording
 from ..render.page import page
@@ -24,12 +24,11 @@ from ..render.terminal import report, standard_output
 from ..storage.foreign import files_in
 from ..storage.log_writer import Writer
 from ..storage.record import Record
-from ..trace import late_ranks, merged, rank_trace, summary
+from ..trace import late_ranks, rank_trace, summary
 from ..trace.arrivals import Arrivals, arrivals, before
-from ..trace.counted import read as read_counters
 from ..trace.kernels import WAITING
 from ..trace.rank_trace import RankTrace
-from ..trace.summary import KernelsRow, OperatorRow, PhasesRow, UnknownRow
+from ..trace.summary import KernelsRow, OperatorRow, UnknownRow
 from .link_limit import Links
 
 # Ranks that are named as the last to come; the rest is one word.
@@ -69,20 +68,11 @@ def trace(given: argparse.Namespace) -> int:
                 f"{one.path} and {other.path} are both of rank {one.rank}; each rank has one trace. Name files "
                 "of one profile, or files whose names say `rank3`."
             )
-    remarks: list[str] = []
-    if given.counters is not None:
-        counters = read_counters(given.counters)
-        for each in traces:
-            remarks += rank_trace.add_counted(each, counters.get(each.rank, {}))
-    if given.merge is not None:
-        _merge(traces, given.merge)
     rows = [row for each in traces for row in summary.operators(each)]
-    phases = [row for each in traces for row in summary.phase_rows(each)]
     kernels, unknown = summary.kernel_rows(traces), summary.unknown_rows(traces)
     found = arrivals(traces)
     first = _operators(rows, given.links, is_several=len(ranks) > 1)
     others = [
-        _phases(phases, is_several=len(ranks) > 1),
         _kernels(kernels),
         _unknown(unknown),
         _together(found),
@@ -91,7 +81,7 @@ def trace(given: argparse.Namespace) -> int:
     sheets = [first, *(sheet for sheet in others if sheet.rows)]
     diagnosis = late_ranks.judge(found, traces) if len(traces) > 1 else None
     told = _ticket(diagnosis, found, kernels, unknown, ranks)
-    remarks += summary.remarks(traces)
+    remarks = summary.remarks(traces)
     if given.csv:
         console = Console(stderr=True, soft_wrap=True)
         _write_csv(rows)
@@ -120,23 +110,7 @@ def trace(given: argparse.Namespace) -> int:
         record = Record(diagnosis, time_s=math.nan, window=1, group="trace")
         writer.write(record, with_matrices=True)
         console.print(Text(f"wrote {writer.path}"))
-    if given.merge is not None:
-        console.print(Text(f"wrote {len(traces)} traces to {given.merge}"))
     return 0
-
-
-def _merge(traces: Sequence[RankTrace], folder: Path) -> None:
-    targets: dict[Path, RankTrace] = {}
-    for each in traces:
-        target = folder / each.path.name
-        other = targets.setdefault(target, each)
-        if other is not each:
-            raise EPArgumentError(
-                f"--merge: {other.path} and {each.path} would both be written to {target}. Give them different names."
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    for target, each in targets.items():
-        merged.write(each, target)
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
@@ -194,28 +168,7 @@ def _limit(row: OperatorRow, links: Links) -> tuple[str, str]:
     return number(least), _share(least / row.mean_us if row.mean_us else math.nan)
 
 
-def _phases(rows: Sequence[PhasesRow], *, is_several: bool) -> _Sheet:
-    shown = [phase for phase in PHASES if any(row.mean_us[phase] for row in rows)]
-    columns = ["count", *shown, "moving us", "true TB/s", "waits for"]
-    cells = [
-        [
-            *_head(row, is_several=is_several),
-            *(number(row.mean_us[phase]) for phase in shown),
-            number(row.moving_us),
-            _tbps(row.true_tbps),
-            ", ".join(
-                f"rank {rank} {number(us)} us"
-                for rank, us in list(row.charged_us.items())[:_MOST_NAMED]
-            ),
-        ]
-        for row in rows
-    ]
-    title = "rank" if is_several else ""
-    last = len(columns) + 1
-    return _Sheet("Phases, us per call", [title, "operator", *columns], cells, words=(1, last))
-
-
-def _head(row: OperatorRow | PhasesRow, *, is_several: bool) -> list[str]:
+def _head(row: OperatorRow, *, is_several: bool) -> list[str]:
     return [str(row.rank) if is_several and row.rank >= 0 else "", row.name, str(row.count)]
 
 

@@ -29,9 +29,8 @@ from deep_ep.membership import rendezvous
 from deep_ep.observe import stamps
 from deep_ep.observe.copier import to_host
 from deep_ep.observe.counter_snapshot import CounterSnapshot
-from deep_ep.observe.parts import PARTS, Part
-from deep_ep.observe.phases import PHASES, OperationPhases, Phases, counters_of
-from deep_ep.observe.phases import of_snapshots as phases_of
+from deep_ep.observe.parts import PARTS
+from deep_ep.observe.phases import counters_of
 
 if TYPE_CHECKING:
     from deep_ep.observe.counters import RecvCounters

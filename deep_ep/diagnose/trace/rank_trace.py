@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from ..core.diagnosis import FloatArray
 from ..core.package import printable
-from .counted import Counted
 from .kernels import (
     ALL_TO_ALL,
     COMBINE,
@@ -79,8 +78,7 @@ class TracedExchange:
         kernels: empty where there was no GPU.
         number: by which the trace names the operator, if it does.
         calls: numbers of the calls of this package in it.
-        links: what it moves, as it or the counters say exactly; `None`: neither does.
-        counted: these calls, as far as counters have them.
+        links: what it moves, exactly; `None`: it does not say.
     """
 
     name: str
@@ -93,7 +91,6 @@ class TracedExchange:
     number: int | None = None
     calls: list[int] = field(default_factory=list)
     links: LinkBytes | None = None
-    counted: list[Counted] = field(default_factory=list)
 
     @property
     def span_us(self) -> tuple[float, float]:
@@ -289,47 +286,6 @@ def condense(
         host_ranges,
         max(_of_job(header, "world_size") or 0, 0),
     )
-
-
-def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
-    """Adds what counters know of the calls of this rank, by number of the call; returns what does not fit, for people."""
-    if not any(each.calls for each in trace.exchanges):
-        return [
-            f"{trace.path}: no operator says which call of this package it is, so counters add nothing; profile "
-            "with record_shapes=True"
-        ]
-    exchanges = [each for each in trace.exchanges if each.calls]
-    if not counted:
-        whose = f"rank {trace.rank}" if trace.rank >= 0 else "its rank, which nobody says"
-        return [
-            f"{trace.path}: counters have no calls of {whose}. Save them on every rank, and name traces rank3.json"
-        ]
-    of_exchanges = [_counted_links(exchange, counted) for exchange in exchanges]
-    for exchange, links in zip(exchanges, of_exchanges):
-        # Of a combine, counters say what this rank receives, and the trace what it sends.
-        is_known = links is not None and exchange.links is not None
-        if is_known and exchange.operation == DISPATCH and links != exchange.links:
-            return [
-                f"{trace.path}: counters are left out, since they are of another buffer or run: call "
-                f"{exchange.calls[0]} moves {links} there, and {exchange.links} in the trace"
-            ]
-    for exchange, links in zip(exchanges, of_exchanges):
-        exchange.links = exchange.links or links
-        exchange.counted = [counted[call] for call in exchange.calls if call in counted]
-    num_calls = sum(len(each.calls) for each in exchanges)
-    num_found = sum(len(each.counted) for each in exchanges)
-    if num_found == num_calls:
-        return []
-    return [
-        f"{trace.path}: counters have {num_found} of {num_calls} calls. They keep the latest: raise DEEP_EP_RECORDER, "
-        "and ring of enable_counters()"
-    ]
-
-
-def _counted_links(exchange: TracedExchange, counted: Mapping[int, Counted]) -> LinkBytes | None:
-    """`None` unless counters have all calls and their bytes."""
-    found = (counted.get(call) for call in exchange.calls)
-    return added_up(None if each is None else each.links for each in found)
 
 
 def _of_streams(kernels: list[Launched]) -> list[TracedExchange]:

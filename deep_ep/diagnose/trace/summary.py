@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..core.diagnosis import FloatArray
-from ..core.package import Phases
 from .kernels import PHASES, base_name, looks_like_exchange
 from .operations import added_up
 from .rank_trace import RankTrace, TracedExchange, covered_us
@@ -30,7 +29,7 @@ class OperatorRow:
         exposed: of the time, the share in which the GPU did nothing else; NaN without a GPU.
         mean_bytes: rows of the first argument times their bytes; `None` if not all say so.
         mean_local_bytes, mean_nvlink_bytes, mean_rdma_bytes: what stayed on its rank and what crossed which link,
-            exactly; `None` if not all calls or counters say so.
+            exactly; `None` if not all calls say so.
         effective_tbps: what crossed links, or else `mean_bytes`, over that time, 1e12 bytes per second, waiting
             included; `None` if neither is known.
     """
@@ -80,28 +79,6 @@ class UnknownRow:
     share: float
 
 
-@dataclass(frozen=True)
-class PhasesRow:
-    """All calls of one operator on one rank that counters have.
-
-    Attributes:
-        rank, name: as in `OperatorRow`.
-        count: of these calls.
-        mean_us: by phase, those of `deep_ep.observe.phases`.
-        charged_us: by rank, how long this one waited for it in all, the longest first.
-        moving_us: mean time of a call without that in which nothing of it could move.
-        true_tbps: what crossed links over that time; `None` if it is not known.
-    """
-
-    rank: int
-    name: str
-    count: int
-    mean_us: Mapping[str, float]
-    charged_us: Mapping[int, float]
-    moving_us: float
-    true_tbps: float | None
-
-
 def operators(trace: RankTrace) -> list[OperatorRow]:
     """One row for each operator of a rank, the most expensive first."""
     names = _by_name(trace.exchanges)
@@ -143,30 +120,6 @@ def unknown_rows(traces: Sequence[RankTrace]) -> list[UnknownRow]:
         for name, count in counts.items()
     ]
     return sorted(rows, key=lambda row: -row.count * row.mean_us)
-
-
-def phase_rows(trace: RankTrace) -> list[PhasesRow]:
-    """One row for each operator with calls that counters have."""
-    rows = []
-    for name, exchanges in _by_name(trace.exchanges).items():
-        counted = [call for exchange in exchanges for call in exchange.counted]
-        if not counted:
-            continue
-        together = Phases(trace.rank, [each.phases for each in counted])
-        moving_us = sum(each.moving_us for each in counted)
-        links = added_up(each.links for each in counted)
-        rows.append(
-            PhasesRow(
-                trace.rank,
-                name,
-                len(counted),
-                {phase: ns / 1e3 / len(counted) for phase, ns in together.total().items()},
-                {source: ns / 1e3 for source, ns in together.charged().items()},
-                moving_us / len(counted),
-                tbps(links and links.crossing, moving_us),
-            )
-        )
-    return rows
 
 
 def matched_exchanges(
