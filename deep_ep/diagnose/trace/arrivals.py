@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,12 @@ from ..core.diagnosis import FloatArray
 from ..core.robust_stats import median, median_of, scale
 from .kernels import WAITING, base_name
 from .rank_trace import RankTrace, TracedExchange
-from .summary import matched_exchanges, moved_bytes, tbps
+from .summary import by_name, moved_bytes, tbps
 
 # Of so many exchanges at most it is looked up what ran before them.
 _MOST_LOOKED_AT = 50
+# Among names of kernels, the time in which none ran.
+_IDLE = ""
 
 
 @dataclass(frozen=True)
@@ -98,59 +100,63 @@ def arrivals(traces: Sequence[RankTrace]) -> list[Arrivals]:
     if len(traces) < 2:
         return []
     own_ends = [np.sort([each.span_us[1] for each in trace.exchanges]) for trace in traces]
-    return [
-        _arrivals(name, traces, of_ranks, own_ends)
-        for name, of_ranks in matched_exchanges(traces)
-        if all(each.kernels for of_rank in of_ranks for each in of_rank)
-    ]
+    names = [by_name(trace.exchanges) for trace in traces]
+    found = []
+    for name in names[0]:
+        of_ranks, num_unmatched = _matched([of_rank.get(name, []) for of_rank in names])
+        if of_ranks[0] and all(each.kernels for of_rank in of_ranks for each in of_rank):
+            found.append(_arrivals(name, traces, of_ranks, own_ends, num_unmatched))
+    return found
+
+
+def _matched(exchanges: list[list[TracedExchange]]) -> tuple[list[list[TracedExchange]], int]:
+    """As many of each rank: those with the same number of a call, or where they have none by order; and how many too many."""
+    numbered = [{each.calls[0]: each for each in of_rank if each.calls} for of_rank in exchanges]
+    common = set.intersection(*(set(of_rank) for of_rank in numbered))
+    if common:
+        return [[of_rank[call] for call in sorted(common)] for of_rank in numbered], 0
+    counts = [len(of_rank) for of_rank in exchanges]
+    return [of_rank[: min(counts)] for of_rank in exchanges], max(counts) - min(counts)
 
 
 def before(found: Arrivals, traces: Sequence[RankTrace], place: int) -> str:
-    """What the rank at that place did before the exchanges to which it came last, in words.
+    """What the rank at that place did before the exchanges to which it came last (all, if it never did), in words.
 
-    That is the kernel that most often ended last before them, in which range that the program has named, and what took
-    most longer than on the other ranks from the end of the exchange before on: a kernel, or that the GPU had nothing to do.
+    That is the kernel that most often ended last before them, and what took most longer than on the other ranks from the
+    end of the exchange before on: a kernel, or that the GPU had nothing to do.
     """
-    chosen = np.flatnonzero(found.late_us.argmax(axis=0) == place)[:_MOST_LOOKED_AT]
-    totals: list[dict[str, float]] = []
-    idle = np.zeros(len(traces))
-    kernels: Counter[str] = Counter()
-    ranges: Counter[str] = Counter()
+    is_last = found.late_us.argmax(axis=0) == place
+    chosen = np.flatnonzero(is_last | ~is_last.any())[:_MOST_LOOKED_AT]
+    last: Counter[str] = Counter()
+    totals = []
     for i, trace in enumerate(traces):
         total: dict[str, float] = defaultdict(float)
         for k in chosen.tolist():
             end = found.exchanges[i][k].span_us[0]
             own = found.own_us[i, k]
             begin = end - own if np.isfinite(own) else trace.busy[0, 0]
-            ran = trace.work.ending_within(begin, end)
-            for name, started, ended in ran:
-                total[name] += ended - max(started, begin)
-            idle[i] += max(end - begin - sum(e - max(b, begin) for _, b, e in ran), 0.0)
+            ran = [
+                (name, ended - max(started, begin))
+                for name, started, ended in trace.work.ending_within(begin, end)
+            ]
+            ran.append((_IDLE, max(end - begin - sum(us for _, us in ran), 0.0)))
+            for name, us in ran:
+                total[name] += us
             if i == place:
-                name, middle = ("", end) if not ran else (ran[-1][0], (ran[-1][1] + ran[-1][2]) / 2)
-                kernels[name] += 1
-                ranges[trace.ranges.around(middle) or trace.host_ranges.around(end)] += 1
+                last[ran[-2][0] if len(ran) > 1 else "nothing"] += 1
         totals.append(total)
-    count = max(len(chosen), 1)
     others = [total for i, total in enumerate(totals) if i != place]
     longer = {
-        name: (us - float(np.median([other.get(name, 0.0) for other in others]))) / count
+        name: (us - float(np.median([other[name] for other in others]))) / len(chosen)
         for name, us in totals[place].items()
     }
-    most, kernel, inside = _largest(longer), _largest(kernels), _largest(ranges)
-    longer_us = longer.get(most, 0.0)
-    idle_us = float(idle[place] - np.median(np.delete(idle, place))) / count
-    text = f"just before it ran {base_name(kernel) or 'nothing'}"
-    text += f" in {inside}" if inside else ""
-    if idle_us > max(longer_us, 0.0):
-        return f"{text}; its GPU had nothing to do for {idle_us:,.0f} us longer than the others': its host was late"
-    if longer_us > 0:
-        return f"{text}; {base_name(most)} took {longer_us:,.0f} us longer than on the others"
-    return text
-
-
-def _largest(numbers: Mapping[str, float]) -> str:
-    return max(numbers, key=lambda name: numbers[name], default="")
+    text = f"just before it ran {base_name(last.most_common(1)[0][0])}"
+    most = max(longer, key=lambda name: longer[name])
+    if longer[most] <= 0:
+        return text
+    if most == _IDLE:
+        return f"{text}; its GPU had nothing to do for {longer[most]:,.0f} us longer than the others': its host was late"
+    return f"{text}; {base_name(most)} took {longer[most]:,.0f} us longer than on the others"
 
 
 def _arrivals(
@@ -158,6 +164,7 @@ def _arrivals(
     traces: Sequence[RankTrace],
     of_ranks: list[list[TracedExchange]],
     own_ends: Sequence[FloatArray],
+    num_unmatched: int,
 ) -> Arrivals:
     has_notify = all(each.has(WAITING) for of_rank in of_ranks for each in of_rank)
     spans = np.array([[each.span_us for each in of_rank] for of_rank in of_ranks])
@@ -169,8 +176,6 @@ def _arrivals(
     for i, known in enumerate(own_ends):
         ended = np.searchsorted(known, spans[i, :, 0] + 1e-3, side="right")
         own[i] = spans[i, :, 0] - np.r_[np.nan, known][ended]
-    counts = [sum(each.name == name for each in trace.exchanges) for trace in traces]
-    is_numbered = all(each.calls for of_rank in of_ranks for each in of_rank)
     # Where an operator does not say it, there is no mean: None becomes NaN.
     rows = np.array([[each.sent.rows for each in of_rank] for of_rank in of_ranks], np.float64)
     return Arrivals(
@@ -185,7 +190,7 @@ def _arrivals(
         rows.mean(axis=1),
         _spread(ends),
         has_notify,
-        0 if is_numbered else max(counts) - min(counts),
+        num_unmatched,
     )
 
 

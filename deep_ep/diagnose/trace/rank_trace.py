@@ -20,6 +20,7 @@ from .kernels import (
     ALL_TO_ALL,
     COMBINE,
     DISPATCH,
+    LAYOUT,
     PACK,
     TRANSFER,
     WAITING,
@@ -39,8 +40,6 @@ from .operations import (
 from .stream import TraceStream
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-# Ranges that a program names, where the GPU does what was launched in them, and on the host.
-_ON_STREAM, _ON_HOST = "gpu_user_annotation", "user_annotation"
 # The year 2286.
 _LATEST_US = 1e16
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
@@ -109,6 +108,10 @@ class TracedExchange:
         """Whether any of its kernels stands in that phase."""
         return any(kernel.row.phase == phase for kernel in self.kernels)
 
+    def may_be(self, operation: str) -> bool:
+        """Whether what is of that operation may be a part of it, as far as names of kernels tell."""
+        return self.operation == operation or ALL_TO_ALL in (self.operation, operation)
+
     def _span(self, *phases: str) -> tuple[float, float] | None:
         spans = [kernel.span for kernel in self.kernels if kernel.row.phase in phases]
         if not spans:
@@ -156,15 +159,6 @@ class NamedSpans:
             for i in order[first:last].tolist()
         ]
 
-    def around(self, at: float) -> str:
-        """The shortest one at that time; "" if there is none."""
-        times = self.times
-        inside = np.flatnonzero((times[:, 0] <= at) & (at <= times[:, 1]))
-        if not len(inside):
-            return ""
-        shortest = int(inside[np.argmin(times[inside, 1] - times[inside, 0])])
-        return list(self._names)[self._places[shortest]]
-
     @functools.cached_property
     def _by_end(self) -> tuple[FloatArray, npt.NDArray[np.intp]]:
         ends = self.times[:, 1]
@@ -182,8 +176,6 @@ class RankTrace:
         exchanges: in order of time.
         own: [n, 2] begin and end of the kernels of exchanges, us, sorted, without overlaps.
         work: all other work on the GPU by name.
-        ranges: those that the program named, in which the GPU ran.
-        host_ranges: those on the host.
         num_ranks: of the job, 0 if the trace does not say.
     """
 
@@ -192,8 +184,6 @@ class RankTrace:
     exchanges: list[TracedExchange]
     own: FloatArray
     work: NamedSpans
-    ranges: NamedSpans
-    host_ranges: NamedSpans
     num_ranks: int
 
     @functools.cached_property
@@ -233,7 +223,7 @@ def condense(
     # There are few names, and long ones.
     known: dict[str, tuple[str, Kernel | None]] = {}
     streams: dict[tuple[str, str], tuple[str, str]] = {}
-    work, ranges, host_ranges = NamedSpans(), NamedSpans(), NamedSpans()
+    work = NamedSpans()
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -255,8 +245,6 @@ def condense(
             stream = streams.setdefault(stream, stream)
             number = _number_in(arguments)
             kernels.append(Launched(row, name, (begin, begin + lasts), stream, number))
-        elif category == _ON_STREAM:
-            ranges.add(name, begin, begin + lasts)
         elif (operation := operation_of(name)) is not None:
             exchange = TracedExchange(name, operation, begin, lasts, sent_of(name, arguments))
             exchange.thread, exchange.number = _thread(event), _number_in(arguments)
@@ -265,8 +253,6 @@ def condense(
             called.append(exchange)
         elif (said := moved_by(name, arguments)) is not None:
             moved.append((begin, *said))
-        elif category == _ON_HOST:
-            host_ranges.add(name, begin, begin + lasts)
     kernels.sort(key=lambda kernel: kernel.span[0])
     operators = {each.number: each for each in called if each.number is not None}
     for kernel in kernels:
@@ -282,8 +268,6 @@ def condense(
         [each for each in found if each.kernels or not kernels],
         union([kernel.span for kernel in kernels]),
         work,
-        ranges,
-        host_ranges,
         max(_of_job(header, "world_size") or 0, 0),
     )
 
@@ -291,60 +275,43 @@ def condense(
 def _of_streams(kernels: list[Launched]) -> list[TracedExchange]:
     """The exchanges of kernels that no operator launched, which are in order of time.
 
-    They follow each other on a stream: layout, notify, transfer, and what is done with the rows. What stands on another
-    stream, as layout may, belongs to the next exchange that has no such kernel of its own.
+    On a stream follow each other notify, transfer, and what is done with the rows. Layout may stand on another one, and
+    belongs to the next transfer that it may be of.
     """
-    begun: list[TracedExchange] = []
+    found: list[TracedExchange] = []
     latest: dict[tuple[str, str], TracedExchange] = {}
+    layouts: list[Launched] = []
     for kernel in kernels:
+        phase = kernel.row.phase
+        if phase == LAYOUT:
+            layouts.append(kernel)
+            continue
         exchange = latest.get(kernel.stream)
-        if exchange is None or not _goes_on_with(exchange, kernel.row):
+        is_over = exchange is not None and exchange.has(TRANSFER) and phase != PACK
+        if exchange is None or is_over or not exchange.may_be(kernel.row.operation):
             exchange = TracedExchange("", ALL_TO_ALL, kernel.span[0], 0.0, RecordedRows())
             latest[kernel.stream] = exchange
-            begun.append(exchange)
-        if exchange.operation == ALL_TO_ALL:
-            exchange.operation = kernel.row.operation
-        exchange.kernels.append(kernel)
-    _tell_directions(begun)
-    loose: list[TracedExchange] = []
-    for exchange in begun:
-        if not exchange.has(TRANSFER):
-            loose.append(exchange)
-            continue
-        for before in loose:
-            is_missing = not any(exchange.has(kernel.row.phase) for kernel in before.kernels)
-            if before.operation == exchange.operation and is_missing:
-                exchange.kernels += before.kernels
-                before.kernels = []
-        loose = [each for each in loose if each.kernels]
-    found = [exchange for exchange in begun if exchange.kernels]
+            found.append(exchange)
+        mine = [
+            each for each in layouts if phase == TRANSFER and exchange.may_be(each.row.operation)
+        ]
+        layouts = [each for each in layouts if each not in mine]
+        exchange.kernels += [*mine, kernel]
+        for each in (kernel, *mine):
+            if exchange.operation == ALL_TO_ALL:
+                exchange.operation = each.row.operation
+    # Where one kernel does both, and layout stands before some of them: these are dispatches, so the others are combines.
+    mixed = [each for each in found if any(map(_is_both, each.kernels))]
+    has_told = any(each.operation == DISPATCH for each in mixed)
+    for exchange in mixed:
+        if has_told and exchange.operation == ALL_TO_ALL:
+            exchange.operation = COMBINE
     for exchange in found:
-        exchange.name = _name_of(exchange)
+        # The kernel that transfers, and the direction where the kernel's name does not tell.
+        first = next((k for k in exchange.kernels if k.row.phase == TRANSFER), exchange.kernels[0])
+        is_told = _is_both(first) and exchange.operation != ALL_TO_ALL
+        exchange.name = base_name(first.name) + (f" ({exchange.operation})" if is_told else "")
     return found
-
-
-def _goes_on_with(exchange: TracedExchange, row: Kernel) -> bool:
-    """Whether the next kernel of its stream is a part of it."""
-    both = (exchange.operation, row.operation)
-    is_same = both[0] == both[1] or ALL_TO_ALL in both
-    return is_same and (row.phase == PACK or not exchange.has(TRANSFER))
-
-
-def _tell_directions(exchanges: list[TracedExchange]) -> None:
-    """Where one kernel does both, and layout stands before some of them: these are dispatches, so the others are combines."""
-    mixed = [each for each in exchanges if any(_is_both(kernel) for kernel in each.kernels)]
-    if any(each.operation == DISPATCH for each in mixed):
-        for each in mixed:
-            if each.operation == ALL_TO_ALL:
-                each.operation = COMBINE
-
-
-def _name_of(exchange: TracedExchange) -> str:
-    """The kernel that transfers, and the direction where the kernel's name does not tell."""
-    transfers = [kernel for kernel in exchange.kernels if kernel.row.phase == TRANSFER]
-    first = (transfers or exchange.kernels)[0]
-    is_told = _is_both(first) and exchange.operation != ALL_TO_ALL
-    return base_name(first.name) + (f" ({exchange.operation})" if is_told else "")
 
 
 def _is_both(kernel: Launched) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import gzip
 import json
 import zlib
@@ -13,12 +11,12 @@ from typing import Any
 
 from ..core.package import EPArgumentError
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK = 1 << 20  # characters
 # One event, or one other value of the file. Real ones have some kilobytes.
 _LARGEST_VALUE = 16 << 20
 _GZIP = b"\x1f\x8b"
 _SPACE = " \t\r\n"
-EVENTS = "traceEvents"
+_EVENTS = "traceEvents"
 
 
 class TraceStream:
@@ -30,8 +28,7 @@ class TraceStream:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
-        self._source: Any = None
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._file: Any = None
         self._decoder = json.JSONDecoder()
         self._text = ""
         self._at = 0  # of _text
@@ -40,56 +37,42 @@ class TraceStream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The events; entries that are no objects are passed over. Damage is an EPArgumentError that names the character."""
-        with open(self.path, "rb") as file, contextlib.ExitStack() as opened:
+        with open(self.path, "rb") as file:
             is_packed = file.read(len(_GZIP)) == _GZIP
-            file.seek(0)
-            self._source = opened.enter_context(gzip.open(file)) if is_packed else file
-            begin = self._next_sign()
-            if begin == "[":
+        with (gzip.open if is_packed else open)(self.path, "rt", encoding="utf-8") as self._file:
+            if self._peek() == "[":
                 yield from self._array()
-            elif begin == "{":
-                yield from self._object()
-            else:
-                raise self._damage(
-                    "it is neither a JSON object nor a JSON array, so it is no trace"
-                )
-
-    def _object(self) -> Iterator[dict[str, Any]]:
-        found = False
-        for _ in self._items("}", "a value"):
-            key = self._value()
-            if not isinstance(key, str):
-                raise self._damage("a name is no text")
-            if self._next_sign() != ":":
-                raise self._damage("':' is missing behind a name")
-            if key != EVENTS:
-                self.header[key] = self._value()
-            elif self._next_sign() == "[":
-                found = True
-                yield from self._array()
-            else:
-                raise self._damage(f"{EVENTS} is no array")
-        if not found:
-            raise self._damage(f"it has no {EVENTS}, so it is no trace of the torch profiler")
+                return
+            self._pass("{", "it is neither a JSON object nor a JSON array, so it is no trace")
+            found = False
+            for _ in self._items("}"):
+                name = self._value()
+                if not isinstance(name, str):
+                    raise self._damage("a name is no text")
+                self._pass(":", "':' is missing behind a name")
+                if name == _EVENTS:
+                    found = True
+                    yield from self._array()
+                else:
+                    self.header[name] = self._value()
+            if not found:
+                raise self._damage(f"it has no {_EVENTS}, so it is no trace of the torch profiler")
 
     def _array(self) -> Iterator[dict[str, Any]]:
-        for _ in self._items("]", "an event"):
+        self._pass("[", f"{_EVENTS} is no array")
+        for _ in self._items("]"):
             event = self._value()
             if isinstance(event, dict):
                 yield event
 
-    def _items(self, end: str, what: str) -> Iterator[None]:
+    def _items(self, end: str) -> Iterator[None]:
         """Stops before each item, until behind the sign that ends them."""
-        if self._peek() == end:
-            self._at += 1
-            return
-        while True:
+        if self._peek() != end:
             yield
-            sign = self._next_sign()
-            if sign == end:
-                return
-            if sign != ",":
-                raise self._damage(f"',' or '{end}' is missing behind {what}")
+            while self._peek() == ",":
+                self._at += 1
+                yield
+        self._pass(end, f"',' or '{end}' is missing")
 
     def _value(self) -> Any:
         """The next value, of which all may have to be read first."""
@@ -97,13 +80,11 @@ class TraceStream:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
-            except RecursionError:
-                raise self._damage("too deep") from None
             except json.JSONDecodeError as error:
                 if self._ended or len(self._text) - self._at > _LARGEST_VALUE:
                     raise self._damage(error.msg, ahead=max(0, error.pos - self._at)) from None
-            except ValueError:  # of Python's int
-                raise self._damage("a number has thousands of digits") from None
+            except (RecursionError, ValueError):  # the latter of Python's int
+                raise self._damage("too deep, or a number of thousands of digits") from None
             else:
                 # A number may go on in the next chunk.
                 if end < len(self._text) or self._ended:
@@ -111,10 +92,11 @@ class TraceStream:
                     return value
             self._read()
 
-    def _next_sign(self) -> str:
-        sign = self._peek()
+    def _pass(self, sign: str, otherwise: str) -> None:
+        """Goes behind the sign that must come next."""
+        if self._peek() != sign:
+            raise self._damage(otherwise)
         self._at += 1
-        return sign
 
     def _peek(self) -> str:
         """The next character that is no space; `""` at the end."""
@@ -129,15 +111,14 @@ class TraceStream:
 
     def _read(self) -> None:
         try:
-            chunk = self._source.read(_CHUNK_BYTES)
-            more = self._utf8.decode(chunk, final=not chunk)
+            more = self._file.read(_CHUNK)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise self._damage(f"the gzip data is damaged: {error}") from None
         except UnicodeDecodeError as error:
             raise self._damage(f"it is not UTF-8: {error.reason}") from None
         self._passed += self._at
         self._text, self._at = self._text[self._at :] + more, 0
-        self._ended = not chunk
+        self._ended = not more
 
     def _damage(self, why: str, ahead: int = 0) -> EPArgumentError:
         place = self._passed + self._at + ahead

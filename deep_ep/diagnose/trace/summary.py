@@ -81,7 +81,7 @@ class UnknownRow:
 
 def operators(trace: RankTrace) -> list[OperatorRow]:
     """One row for each operator of a rank, the most expensive first."""
-    names = _by_name(trace.exchanges)
+    names = by_name(trace.exchanges)
     rows = [_row(trace, name, exchanges) for name, exchanges in names.items()]
     return sorted(rows, key=lambda row: -row.count * row.mean_us)
 
@@ -122,13 +122,12 @@ def unknown_rows(traces: Sequence[RankTrace]) -> list[UnknownRow]:
     return sorted(rows, key=lambda row: -row.count * row.mean_us)
 
 
-def matched_exchanges(
-    traces: Sequence[RankTrace],
-) -> list[tuple[str, list[list[TracedExchange]]]]:
-    """By name those that all ranks have: of each rank as many."""
-    of_ranks = [_by_name(trace.exchanges) for trace in traces]
-    common = [name for name in of_ranks[0] if all(name in names for names in of_ranks)]
-    return [(name, _matched([names[name] for names in of_ranks])) for name in common]
+def by_name(exchanges: Iterable[TracedExchange]) -> dict[str, list[TracedExchange]]:
+    """In the order in which names first come."""
+    names: dict[str, list[TracedExchange]] = defaultdict(list)
+    for exchange in exchanges:
+        names[exchange.name].append(exchange)
+    return names
 
 
 def remarks(traces: Iterable[RankTrace]) -> list[str]:
@@ -148,7 +147,7 @@ def _left_out(trace: RankTrace) -> Iterator[str]:
         yield "it has no dispatch and no combine"
     elif not trace.has_gpu:
         yield "it has no work on a GPU; times are the host's"
-    for name, exchanges in _by_name(trace.exchanges).items():
+    for name, exchanges in by_name(trace.exchanges).items():
         reasons = [each.sent.why for each in exchanges if each.sent.why and each.links is None]
         for why in dict.fromkeys(reasons):
             yield f"{name} has no bytes: {why}"
@@ -158,13 +157,6 @@ def _left_out(trace: RankTrace) -> Iterator[str]:
                 f"{name} allocates {worst} rows for the worst case (num_worst_tokens); a combine of "
                 "these rows counts all of them, whatever came"
             )
-
-
-def _by_name(exchanges: Iterable[TracedExchange]) -> dict[str, list[TracedExchange]]:
-    names: dict[str, list[TracedExchange]] = defaultdict(list)
-    for exchange in exchanges:
-        names[exchange.name].append(exchange)
-    return names
 
 
 def _row(trace: RankTrace, name: str, exchanges: list[TracedExchange]) -> OperatorRow:
@@ -211,16 +203,6 @@ def _part(part: float, whole: float) -> float:
 def _shared_us(spans: FloatArray, other: FloatArray) -> float:
     """How long spans overlap others."""
     return float((covered_us(spans[:, 1], other) - covered_us(spans[:, 0], other)).sum())
-
-
-def _matched(exchanges: list[list[TracedExchange]]) -> list[list[TracedExchange]]:
-    """As many of each rank: those with the same number of a call, or where they have none by order."""
-    numbered = [{each.calls[0]: each for each in of_rank if each.calls} for of_rank in exchanges]
-    common = set.intersection(*(set(of_rank) for of_rank in numbered))
-    if common:
-        return [[of_rank[call] for call in sorted(common)] for of_rank in numbered]
-    count = min(len(each) for each in exchanges)
-    return [of_rank[:count] for of_rank in exchanges]
 
 
 def moved_bytes(exchanges: Sequence[TracedExchange]) -> int | None:

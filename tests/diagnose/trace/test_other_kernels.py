@@ -195,7 +195,6 @@ def test_who_comes_last_and_what_it_did_before() -> None:
                 kernel("gemm_of_experts", at, 50 + late, stream=7),
                 kernel("void deep_ep::intranode::cached_notify_combine<8>()", at + 51 + late, 35 - late),
                 kernel("void deep_ep::intranode::combine<8>()", at + 86, 20),
-                {**kernel("experts", at - 1, 52 + late, 7), "cat": "gpu_user_annotation"},
             ]  # fmt: skip
         return condensed(events, rank)
 
@@ -204,7 +203,7 @@ def test_who_comes_last_and_what_it_did_before() -> None:
     assert (found.has_notify, found.count, found.last.tolist()) == (True, 6, [0, 1])
     assert found.late_us.tolist() == [[0] * 6, [30] * 6]
     assert before(found, traces, 1) == (
-        "just before it ran gemm_of_experts in experts; gemm_of_experts took 30 us longer than on the others"
+        "just before it ran gemm_of_experts; gemm_of_experts took 30 us longer than on the others"
     )
     assert "undecided: traces of 2 ranks" in judged(traces).remarks[0]
 

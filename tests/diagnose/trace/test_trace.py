@@ -294,7 +294,7 @@ def test_what_a_call_says_behind_it_is_its_own(tmp_path: Path) -> None:
         ('{"traceEvents": [], "a" 5}', "':' is missing"),
         ('{"traceEvents": [] "a"}', "',' or '}' is missing"),
         ('{[1]: 2, "traceEvents": []}', "a name is no text"),
-        ('{"a": ' + "9" * 5000 + "}", "a number has thousands of digits"),
+        ('{"a": ' + "9" * 5000 + "}", "a number of thousands of digits"),
     ],
 )
 def test_damaged_files_are_named_with_the_place(tmp_path: Path, text: str, said: str) -> None:
@@ -379,7 +379,7 @@ def test_where_chunks_end_does_not_matter(size: int, packed: bool) -> None:
     events = [*one_step(), 5, "text", {"name": "é" * 3, "n": 12345}]
     data = json.dumps({"n": 123456, "traceEvents": events, "last": [1, {}]}, indent=1).encode()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(stream, "_CHUNK_BYTES", size)
+        patch.setattr(stream, "_CHUNK", size)
         path = Path(folder, "t.json")
         path.write_bytes(gzip.compress(data) if packed else data)
         read = stream.TraceStream(path)
