@@ -11,9 +11,10 @@ import hashlib
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.package import EPArgumentError, printable
 
@@ -24,74 +25,52 @@ FOLDERS = (_HERE.parents[1] / "patches", _HERE.parents[3] / "patches")
 _HUNK = re.compile(rb"@@ -(\d+),0 \+\d+(?:,(\d+))? @@")
 
 
-@dataclass(frozen=True)
-class Insertion:
-    """Lines, with their ends, that come behind line `after` of the file; lines count from 1."""
-
-    after: int
-    lines: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class PatchedFile:
-    """A file of the project: its path from the checkout, the SHA-256 that it must have, and what is inserted."""
-
-    path: str
-    sha256: str
-    insertions: tuple[Insertion, ...]
-
-    def with_insertions(self, text: bytes) -> bytes:
-        lines = text.splitlines(keepends=True)
-        for insertion in reversed(self.insertions):
-            lines[insertion.after : insertion.after] = insertion.lines
-        return b"".join(lines)
-
-    def without_insertions(self, text: bytes) -> bytes:
-        lines = text.splitlines(keepends=True)
-        for insertion in self.insertions:
-            del lines[insertion.after : insertion.after + len(insertion.lines)]
-        return b"".join(lines)
+# Lines, with their ends, and behind which line of the file they come; lines count from 1.
+Insertion = tuple[int, tuple[bytes, ...]]
+_ORIGINAL, _PATCHED = "not patched", "patched"
 
 
 @dataclass(frozen=True)
 class PatchSet:
-    """What is done to one version of one project: `title` names it, with its commit, and `name` its folder.
+    """What is done to one version of one project.
 
-    `added` are files of ours, by their path from the checkout.
+    Attributes:
+        name: of its folder.
+        title: project, version and commit.
+        next_step: when it is patched.
+        hashes: the SHA-256 that each of its files must have, by their path from the checkout.
+        insertions: into these.
+        added: files of ours, by path.
     """
 
     name: str
     title: str
     next_step: str
-    files: tuple[PatchedFile, ...]
+    hashes: Mapping[str, str]
+    insertions: Mapping[str, Sequence[Insertion]]
     added: Mapping[str, bytes]
 
 
-@dataclass(frozen=True)
-class _Look:
-    """One file of a checkout: `state` is "original", "patched", "missing" or what it has instead."""
+class _Look(NamedTuple):
+    """One file of a checkout: its state, and what it holds without our change and with it (`None`: there is no file)."""
 
     path: str
     state: str
-    text: bytes = b""
+    without: bytes | None = None
+    changed: bytes | None = None
 
 
 def patch(given: argparse.Namespace) -> int:
     """Applies the set that fits the checkout, takes it out again, or says whether one fits; returns the exit status."""
     found, looks = _fitting(given.checkout, patch_sets())
-    is_patched = looks[0].state == "patched"
+    is_patched = looks[0].state == _PATCHED
     if given.check:
         _say(f"{found.title}: {'patched' if is_patched else 'fits, not patched'}")
         return 0
     if is_patched != given.reverse:
         _say(f"{found.title}: {'already patched' if is_patched else 'not patched'}, nothing to do")
         return 0
-    contents: dict[str, bytes | None] = {}
-    for file, look in zip(found.files, looks):
-        change = file.without_insertions if given.reverse else file.with_insertions
-        contents[file.path] = change(look.text)
-    for path, text in found.added.items():
-        contents[path] = None if given.reverse else text
+    contents = {look.path: look.without if given.reverse else look.changed for look in looks}
     try:
         _replace(given.checkout, contents)
     except OSError as error:
@@ -99,15 +78,15 @@ def patch(given: argparse.Namespace) -> int:
         raise EPArgumentError(
             f"patch: nothing was changed. {where} must be writable: {error}"
         ) from None
-    for file in found.files:
-        count = sum(len(insertion.lines) for insertion in file.insertions)
-        _say(f"{file.path}: {count} lines {'taken out' if given.reverse else 'inserted'}")
+    for path in found.hashes:
+        count = sum(len(lines) for _, lines in found.insertions[path])
+        _say(f"{path}: {count} lines {'taken out' if given.reverse else 'inserted'}")
     for path in found.added:
         _say(f"{path}: {'removed' if given.reverse else 'added'}")
-    if given.reverse:
-        _say(f"{found.title}: as it was. Next: build it again")
-    else:
-        _say(f"{found.title}: patched. Next: {found.next_step}")
+    done = (
+        "as it was. Next: build it again" if given.reverse else f"patched. Next: {found.next_step}"
+    )
+    _say(f"{found.title}: {done}")
     return 0
 
 
@@ -122,100 +101,98 @@ def patch_sets() -> list[PatchSet]:
 
 
 def _read_set(folder: Path) -> PatchSet:
-    patches = dict(map(_read_patch, folder.glob("*.patch")))
-    title, next_step, added, files = "", "", {}, []
+    said, hashes, added = {}, {}, {}
     for line in (folder / "FILES.sha256").read_text().splitlines():
-        word, _, rest = line.partition(" ")
-        if word == "#":
-            key, _, value = rest.partition(": ")
-            if key == "for":
-                title = value
-            elif key == "next":
-                next_step = value
-            else:
-                added[value] = (folder.parent / Path(value).name).read_bytes()
+        if line.startswith("# adds: "):
+            path = line[len("# adds: ") :]
+            added[path] = (folder.parent / Path(path).name).read_bytes()
+        elif line.startswith("# "):
+            key, _, said[key] = line.partition(": ")
         else:
-            name = rest.lstrip()
-            files.append(PatchedFile(name, word, patches.pop(name, ())))
-    if patches:
-        raise EPArgumentError(f"patch: {folder.name} has no SHA-256 of {', '.join(patches)}.")
-    return PatchSet(folder.name, title, next_step, tuple(files), added)
+            sha256, path = line.split()
+            hashes[path] = sha256
+    insertions = dict(map(_read_patch, sorted(folder.glob("*.patch"))))
+    return PatchSet(folder.name, said["# for"], said["# next"], hashes, insertions, added)
 
 
-def _read_patch(path: Path) -> tuple[str, tuple[Insertion, ...]]:
+def _read_patch(path: Path) -> tuple[str, list[Insertion]]:
     """The file that it is for, and what is inserted."""
     _, target, *lines = path.read_bytes().splitlines(keepends=True)
-    insertions: list[Insertion] = []
+    insertions = []
     while lines:
         hunk = _HUNK.fullmatch(lines.pop(0).rstrip(b"\n"))
         count = int(hunk[2] or 1) if hunk else 0
-        inserted = [line[1:] for line in lines[:count] if line.startswith(b"+")]
+        inserted = tuple(line[1:] for line in lines[:count] if line.startswith(b"+"))
         if hunk is None or len(inserted) < count:
             raise EPArgumentError(f"patch: {path.name} is damaged: it does not only insert lines.")
-        insertions.append(Insertion(int(hunk[1]), tuple(inserted)))
+        insertions.append((int(hunk[1]), inserted))
         del lines[:count]
-    return target.rstrip(b"\n")[len(b"+++ b/") :].decode(), tuple(insertions)
+    return target.rstrip(b"\n")[len(b"+++ b/") :].decode(), insertions
 
 
 def _fitting(checkout: Path, sets: list[PatchSet]) -> tuple[PatchSet, list[_Look]]:
-    """The set that fits, and its files, which are all original or all patched."""
-    if not checkout.is_dir():
-        raise EPArgumentError(f"patch: {printable(str(checkout))} is no directory.")
-    closest: tuple[int, PatchSet, list[_Look]] | None = None
-    for one in sets:
-        looks = [_look(checkout, file) for file in one.files]
-        right = sum(look.state in ("original", "patched") for look in looks)
-        there = sum(look.state != "missing" for look in looks)
-        if right == len(looks) and len({look.state for look in looks}) == 1:
-            _require_place(checkout, one, is_patched=looks[0].state == "patched")
-            return one, looks
-        if there and (closest is None or right > closest[0]):
-            closest = (right, one, looks)
+    """The set that fits, and its files and ours, which are all original or all patched."""
     where = printable(str(checkout))
-    if closest is None:
+    if not checkout.is_dir():
+        raise EPArgumentError(f"patch: {where} is no directory.")
+    most, said = 0, ""
+    for one in sets:
+        looks = [_look(checkout, one, path) for path in (*one.hashes, *one.added)]
+        if len({look.state for look in looks}) == 1 and looks[0].state in (_ORIGINAL, _PATCHED):
+            return one, looks
+        theirs = looks[: len(one.hashes)]
+        # Any of its files counts, and one that fits counts more than all that differ.
+        score = sum(look.state != "missing" for look in theirs)
+        score += len(theirs) * sum(look.state in (_ORIGINAL, _PATCHED) for look in theirs)
+        if score > most:
+            wrong = [look for look in looks if look.state not in (_ORIGINAL, _PATCHED)] or looks
+            states = "; ".join(f"{look.path} is {look.state}" for look in wrong)
+            most, said = score, f"{one.title}, but {states}"
+    if not said:
         known = "; ".join(one.title for one in sets)
         raise EPArgumentError(
             f"patch: {where} has none of the files that patches are for: {known}."
         )
-    _, one, looks = closest
-    wrong = [look for look in looks if look.state not in ("original", "patched")] or looks
-    said = "; ".join(f"{look.path} is {look.state}" for look in wrong)
     raise EPArgumentError(
-        f"patch: nothing was changed. {where} comes closest to {one.title}, but {said}. Patches fit "
+        f"patch: nothing was changed. {where} comes closest to {said}. Patches fit "
         "these versions alone; check one out, without changes of its own."
     )
 
 
-def _look(checkout: Path, file: PatchedFile) -> _Look:
-    path = checkout / file.path
-    if not path.is_file():
-        return _Look(file.path, "missing")
-    if path.is_symlink() or checkout.resolve() not in path.resolve().parents:
-        return _Look(file.path, "a link, or behind one")
-    text = path.read_bytes()
-    sha256 = _sha256(text)
-    if sha256 == file.sha256:
-        return _Look(file.path, "original", text)
-    original = file.without_insertions(text)
-    if _sha256(original) == file.sha256 and file.with_insertions(original) == text:
-        return _Look(file.path, "patched", text)
-    if _sha256(text.replace(b"\r\n", b"\n")) == file.sha256:
-        return _Look(file.path, "one with lines that end in CRLF (git config core.autocrlf false)")
-    return _Look(file.path, f"another one (SHA-256 {sha256}, expected {file.sha256})", text)
+def _look(checkout: Path, one: PatchSet, path: str) -> _Look:
+    """At a file of the project, or at one of ours, which is not there before and is as we wrote it afterwards."""
+    file = checkout / path
+    if file.is_symlink() or checkout.resolve() not in file.resolve().parents or file.is_dir():
+        return _Look(path, "a link, or behind one, or a directory")
+    text = file.read_bytes() if file.exists() else None
+    without: bytes | None = None
+    if path in one.added:
+        changed = one.added[path]
+        expected, is_known = _sha256(changed), True
+    elif text is None:
+        return _Look(path, "missing")
+    else:
+        expected, insertions = one.hashes[path], one.insertions[path]
+        without = text if _sha256(text) == expected else _without(text, insertions)
+        changed = _with(without, insertions)
+        is_known = _sha256(without) == expected
+    if is_known and text in (without, changed):
+        return _Look(path, _ORIGINAL if text == without else _PATCHED, without, changed)
+    return _Look(path, f"another one (SHA-256 {_sha256(text or b'')}, expected {expected})")
 
 
-def _require_place(checkout: Path, one: PatchSet, *, is_patched: bool) -> None:
-    """Files of ours are as we wrote them, and lie where nothing else does."""
-    for name, text in one.added.items():
-        path = checkout / name
-        if path.is_symlink() or (path.exists() and path.read_bytes() != text):
-            raise EPArgumentError(
-                f"patch: nothing was changed. {printable(str(path))} is not the file that {one.title} gets."
-            )
-        if is_patched and not path.exists():
-            raise EPArgumentError(
-                f"patch: nothing was changed. {printable(str(path))} is missing, although lines of {one.title} use it."
-            )
+def _with(text: bytes, insertions: Sequence[Insertion]) -> bytes:
+    lines = text.splitlines(keepends=True)
+    for after, inserted in reversed(insertions):
+        lines[after:after] = inserted
+    return b"".join(lines)
+
+
+def _without(text: bytes, insertions: Sequence[Insertion]) -> bytes:
+    lines = text.splitlines(keepends=True)
+    for after, inserted in insertions:
+        del lines[after : after + len(inserted)]
+    return b"".join(lines)
 
 
 def _replace(checkout: Path, contents: Mapping[str, bytes | None]) -> None:
