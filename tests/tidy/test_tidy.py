@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "render": {"core", "storage"},
         "live": {"core", "collect", "analyze", "storage", "render"},
         "other_kernels": {"core", "analyze", "live"},
-        "trace": {"core", "collect", "analyze", "storage"},
+        "trace": {"core", "analyze"},
         "standalone": set(),
         "cli": {"core", "collect", "storage", "render", "trace"},
     },

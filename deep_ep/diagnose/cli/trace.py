@@ -17,15 +17,15 @@ from rich.text import Text
 from ..core.diagnosis import Diagnosis
 from ..core.package import EPArgumentError, counted, printable
 from ..core.quantities import number, percent
+from ..core.robust_stats import median_of
 from ..render import wording
 from ..render.terminal import report, standard_output
 from ..storage.foreign import files_in
 from ..storage.log_writer import Writer
 from ..storage.record import Record
 from ..trace import late_ranks, rank_trace, summary
-from ..trace.arrivals import Arrivals, arrivals, before
+from ..trace.arrivals import Arrivals, arrivals
 from ..trace.kernels import WAITING
-from ..trace.rank_trace import RankTrace
 from ..trace.summary import KernelsRow, OperatorRow, UnknownRow
 
 # Ranks that are named as the last to come; the rest is one word.
@@ -62,7 +62,7 @@ def trace(given: argparse.Namespace) -> int:
         console = standard_output(given.width)
         _print_operators(console, rows)
         _print_kernels(console, kernels, unknown)
-        _print_together(console, found, traces)
+        _print_together(console, found)
         if diagnosis is not None:
             report(diagnosis, console)
     for remark in summary.remarks(traces):
@@ -143,9 +143,7 @@ def _print_kernels(
     _print_table(console, "Named like an exchange, and not known", columns, cells)
 
 
-def _print_together(
-    console: Console, found: Sequence[Arrivals], traces: Sequence[RankTrace]
-) -> None:
+def _print_together(console: Console, found: Sequence[Arrivals]) -> None:
     """What all ranks took together, and of each exchange the ranks that come last most often."""
     columns = ["operator", "count", "waiting us", "moving us", "true TB/s"]
     cells = [
@@ -158,16 +156,14 @@ def _print_together(
     ]
     _print_table(console, "All ranks together", columns, cells)
     columns = ["operator", "count", "rank", "comes last", "later by us", "before"]
-    cells = [
-        [
-            *(each.name, str(each.count), str(each.ranks[place])),
-            *(percent(float(each.last[place])), number(each.last_by_us(place))),
-            before(each, traces, place),
-        ]
-        for each in found
-        for place in sorted(range(len(traces)), key=lambda at: -each.last[at])[:_MOST_NAMED]
-        if each.last[place]
-    ]
+    cells = []
+    for each in found:
+        share = each.is_last.mean(axis=1)
+        for place in sorted(range(len(each.ranks)), key=lambda at: -share[at])[:_MOST_NAMED]:
+            if share[place]:
+                later_us = median_of(each.over_median_us[place, each.is_last[place]])
+                row = [each.name, str(each.count), str(each.ranks[place]), percent(share[place])]
+                cells.append([*row, number(later_us), each.before(place)])
     _print_table(console, "Who comes last, by the lengths of kernels", columns, cells)
 
 
@@ -200,8 +196,8 @@ def _ticket(
     text += " ".join(wording.sentence(diagnosis, verdicts) for verdicts in causes)
     for each in found:
         if each.name == first.operation and first.rank in each.ranks:
-            share = each.last[each.ranks.index(first.rank)]
-            text += f" It comes last in {percent(float(share))} of {each.count}."
+            share = each.is_last[each.ranks.index(first.rank)].mean()
+            text += f" It comes last in {percent(share)} of {each.count}."
     return f"{text} {first.next_step}"
 
 

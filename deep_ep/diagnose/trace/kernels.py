@@ -6,6 +6,7 @@ above each group of rows stands where. What no row has and still looks like an e
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -113,6 +114,7 @@ def base_name(name: str) -> str:
     return re.sub(r"^void |<.*|\(.*", "", name, flags=re.DOTALL).strip()
 
 
+@functools.cache
 def kernel_of(name: str) -> Kernel | None:
     """The row of a kernel; `None`: it is no part of a dispatch or combine, as far as is known."""
     base = base_name(name)

@@ -20,7 +20,7 @@ from ..analyze.waits_only.lasting import (
 from ..core.causes import Cause
 from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
 from ..core.robust_stats import median, median_of
-from .arrivals import Arrivals, before
+from .arrivals import Arrivals
 from .kernels import COMBINE
 from .rank_trace import RankTrace
 
@@ -55,7 +55,7 @@ def judge(found: Sequence[Arrivals], traces: Sequence[RankTrace]) -> Diagnosis:
     why = [_undecided(found, len(ranks))] if are_known else [_NO_RANK]
     if not any(why):
         judged = [each for each in found if each.count >= LEAST_WINDOWS and not each.num_unmatched]
-        verdicts, why = _verdicts(judged, traces)
+        verdicts, why = _verdicts(judged)
     if not verdicts and not why and len(ranks) < of_job:
         why = [
             f"these are {len(ranks)} of the {of_job} ranks of the job: a rank without a trace may be late"
@@ -90,9 +90,7 @@ def _undecided(found: Sequence[Arrivals], num_traces: int) -> str:
     return ""
 
 
-def _verdicts(
-    judged: Sequence[Arrivals], traces: Sequence[RankTrace]
-) -> tuple[list[Verdict], list[str]]:
+def _verdicts(judged: Sequence[Arrivals]) -> tuple[list[Verdict], list[str]]:
     """The verdicts, and why nobody else is named."""
     count = min(MOST_WINDOWS, *(each.count for each in judged))
     windows = np.array(
@@ -116,8 +114,7 @@ def _verdicts(
         for each, of_kind, effects in zip(judged, windows, found.by_kind[one.side, :, :, place]):
             if np.nanmedian(effects) >= one.effect(found) / 2:
                 verdict = verdict_of(found, one, each.name, of_kind.mean(axis=0), effects)
-                step = _next_step(judged, traces, each, one)
-                verdicts.append(_with_times(verdict, each, one, step))
+                verdicts.append(_told(judged, verdict, each, one))
     return verdicts, [f"undecided: {each}" for each in causes.values() if type(each) is str]
 
 
@@ -184,33 +181,27 @@ def _load(judged: Sequence[Arrivals], place: int) -> float:
     return max(loads, default=math.nan)
 
 
-def _next_step(
-    judged: Sequence[Arrivals], traces: Sequence[RankTrace], each: Arrivals, one: NamedRank
-) -> str:
-    step = one.cause.row.next_step.format(
-        operation=each.operation, rank=each.ranks[one.rank], load=f"{_load(judged, one.rank):.1f}"
-    )
-    if one.cause in (Cause.EARLY, Cause.LINK):
-        return step
-    did = before(each, traces, one.rank)
-    return f"{step} {did[0].upper()}{did[1:]}."
-
-
-def _with_times(verdict: Verdict, each: Arrivals, one: NamedRank, next_step: str) -> Verdict:
+def _told(judged: Sequence[Arrivals], verdict: Verdict, each: Arrivals, one: NamedRank) -> Verdict:
     """With what lengths of kernels tell besides; `one` has the place of a rank among those of the traces."""
-    over = each.over_median_us[one.rank]
-    is_early = one.cause == Cause.EARLY
+    over, rank = each.over_median_us[one.rank], each.ranks[one.rank]
+    step = one.cause.row.next_step.format(
+        operation=each.operation, rank=rank, load=f"{_load(judged, one.rank):.1f}"
+    )
+    if one.cause not in (Cause.EARLY, Cause.LINK):
+        did = each.before(one.rank)
+        step = f"{step} {did[0].upper()}{did[1:]}."
+    seen_in = float((over >= verdict.effect_us / 2).mean())
     return replace(
         verdict,
-        rank=each.ranks[one.rank],
-        seen_in=math.nan if is_early else float((over >= verdict.effect_us / 2).mean()),
+        rank=rank,
+        seen_in=math.nan if one.cause == Cause.EARLY else seen_in,
         duration_us=median_of(each.duration_us),
         evidence={
             "later_than_median_us": median_of(over),
             "own_time_over_median_us": _over_median(each.own_us, one.rank),
             **verdict.evidence,
         },
-        next_step=next_step,
+        next_step=step,
     )
 
 

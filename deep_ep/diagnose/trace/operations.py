@@ -111,10 +111,6 @@ class LinkBytes(NamedTuple):
         """Without local ones."""
         return self.nvlink + self.rdma
 
-    def __str__(self) -> str:
-        """In words."""
-        return f"{self.local} bytes locally, {self.nvlink} by NVLink, {self.rdma} by RDMA"
-
 
 def added_up(links: Iterable[LinkBytes | None]) -> LinkBytes | None:
     """All together; `None` if one of them is not known."""
@@ -152,11 +148,11 @@ def sent_of(name: str, arguments: Mapping[str, Any]) -> RecordedRows:
     return RecordedRows(rows, channels * item_bytes + scales, "", worst)
 
 
-def call_of(name: str, arguments: Mapping[str, Any]) -> int | None:
-    """Number of the call of this package that an operator is; `None`: of none, or it does not say."""
+def calls_of(name: str, arguments: Mapping[str, Any]) -> list[int]:
+    """Number of the call of this package that an operator is; none: it is of none, or does not say."""
     is_call = name in _LOW_LATENCY or name in _WITH_SCALES
     numbers = _integers(arguments)[_CALL : _CALL + 1] if is_call else []
-    return numbers[0] if numbers and numbers[0] > 0 else None
+    return [number for number in numbers if number > 0]
 
 
 def moved_by(name: str, arguments: Mapping[str, Any]) -> tuple[int, LinkBytes] | None:

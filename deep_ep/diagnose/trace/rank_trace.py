@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from .operations import (
     LinkBytes,
     RecordedRows,
     added_up,
-    call_of,
+    calls_of,
     moved_by,
     operation_of,
     sent_of,
@@ -74,8 +75,8 @@ class TracedExchange:
         host_us: how long the host was in it.
         sent: what it says of its rows.
         thread: process and thread that called it.
-        kernels: empty where there was no GPU.
         number: by which the trace names the operator, if it does.
+        kernels: empty where there was no GPU.
         calls: numbers of the calls of this package in it.
         links: what it moves, exactly; `None`: it does not say.
     """
@@ -86,8 +87,8 @@ class TracedExchange:
     host_us: float
     sent: RecordedRows
     thread: tuple[str, str] = ("", "")
-    kernels: list[Launched] = field(default_factory=list)
     number: int | None = None
+    kernels: list[Launched] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     links: LinkBytes | None = None
 
@@ -220,9 +221,6 @@ def condense(
     called: list[TracedExchange] = []
     moved: list[tuple[float, int, LinkBytes]] = []
     kernels: list[Launched] = []
-    # There are few names, and long ones.
-    known: dict[str, tuple[str, Kernel | None]] = {}
-    streams: dict[tuple[str, str], tuple[str, str]] = {}
     work = NamedSpans()
     for event in events:
         if event.get("ph") != "X":
@@ -235,21 +233,17 @@ def condense(
         arguments = event.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
         if category in _ON_GPU:
-            if name not in known:
-                known[name] = name, kernel_of(name) if category == "kernel" else None
-            name, row = known[name]
+            row = kernel_of(name) if category == "kernel" else None
             if row is None:
                 work.add(name, begin, begin + lasts)
                 continue
-            stream = _thread(event)
-            stream = streams.setdefault(stream, stream)
-            number = _number_in(arguments)
-            kernels.append(Launched(row, name, (begin, begin + lasts), stream, number))
+            # There are few names, and long ones.
+            name, span, number = sys.intern(name), (begin, begin + lasts), _number_in(arguments)
+            kernels.append(Launched(row, name, span, _thread(event), number))
         elif (operation := operation_of(name)) is not None:
-            exchange = TracedExchange(name, operation, begin, lasts, sent_of(name, arguments))
-            exchange.thread, exchange.number = _thread(event), _number_in(arguments)
-            call = call_of(name, arguments)
-            exchange.calls = [] if call is None else [call]
+            sent, number = sent_of(name, arguments), _number_in(arguments)
+            exchange = TracedExchange(name, operation, begin, lasts, sent, _thread(event), number)
+            exchange.calls = calls_of(name, arguments)
             called.append(exchange)
         elif (said := moved_by(name, arguments)) is not None:
             moved.append((begin, *said))
@@ -370,7 +364,7 @@ def _number_in(arguments: Mapping[str, Any]) -> int | None:
 
 
 def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
-    return str(event.get("pid")), str(event.get("tid"))
+    return sys.intern(str(event.get("pid"))), sys.intern(str(event.get("tid")))
 
 
 def _number(value: Any) -> float | None:

@@ -16,7 +16,7 @@ from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.core.diagnosis import Diagnosis
 from deep_ep.diagnose.storage import counter_archive
 from deep_ep.diagnose.trace import kernels, late_ranks, rank_trace, summary
-from deep_ep.diagnose.trace.arrivals import arrivals, before
+from deep_ep.diagnose.trace.arrivals import arrivals
 from deep_ep.diagnose.trace.kernels import (
     ALL_TO_ALL,
     COMBINE,
@@ -200,9 +200,9 @@ def test_who_comes_last_and_what_it_did_before() -> None:
 
     traces = [of_rank(rank) for rank in range(2)]
     (found,) = arrivals(traces)
-    assert (found.has_notify, found.count, found.last.tolist()) == (True, 6, [0, 1])
+    assert (found.has_notify, found.count, found.is_last.mean(axis=1).tolist()) == (True, 6, [0, 1])
     assert found.late_us.tolist() == [[0] * 6, [30] * 6]
-    assert before(found, traces, 1) == (
+    assert found.before(1) == (
         "just before it ran gemm_of_experts; gemm_of_experts took 30 us longer than on the others"
     )
     assert "undecided: traces of 2 ranks" in judged(traces).remarks[0]
@@ -225,6 +225,14 @@ def test_a_late_rank_is_named_from_the_kernels_of_every_library(library: str) ->
     assert diagnosis.keys == {(diagnose.COMP_SLOW, 3)}, diagnosis.remarks
     assert "cutlass::device_kernel took" in diagnosis.verdicts[0].next_step
     assert diagnosis.verdicts[0].cause == diagnose.Cause.LATE
+
+
+def test_a_late_rank_behind_a_later_one_is_told_what_it_did() -> None:
+    """It never comes last."""
+    (window,) = simulate_windows(GPU, 8, 64, [[SlowRank(1, 30e-6), SlowRank(5, 60e-6)]], 7, 128)
+    verdicts = judged(traces_of(window.snapshots, WITH_NOTIFY)).verdicts
+    assert {verdict.rank for verdict in verdicts} == {1, 5}
+    assert all("cutlass::device_kernel took" in verdict.next_step for verdict in verdicts)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
