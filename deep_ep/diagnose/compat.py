@@ -35,7 +35,7 @@ from .analyze.waits_only.sampling import LEAST_STEPS, Windows, since
 from .analyze.waits_only.square import square_matrix
 from .core import quantities, safe_files
 from .core.causes import TITLES
-from .core.diagnosis import FloatArray, IntArray, Verdict
+from .core.diagnosis import FloatArray, IntArray
 from .core.package import EPArgumentError, Group, as_group, env, ranks_text, to_host
 from .live.mailbox import open_mailbox
 from .live.wait_sampler import UNKNOWN, Waited, WaitSampler, Window
@@ -135,7 +135,12 @@ class Diagnose:
             EPArgumentError: there is no group, the interval is not above 0, a variable of the
                 environment cannot be read, the log folder cannot be made, or the log is a link.
         """
-        self._interval_s = env.classic_interval_s() if interval is None else _interval(interval)
+        self._interval_s = env.classic_interval_s() if interval is None else float(interval)
+        if not 0 < self._interval_s < math.inf:
+            raise EPArgumentError(
+                f"Diagnose: interval is {interval}; it must be a number of seconds above 0. "
+                "Leave it out for DEEPEP_DIAGNOSE_INTERVAL."
+            )
         self._sync_step = env.classic_sync_step()
         warming_time_s = env.classic_warming_time_s()
         self._warming_time_s = self._interval_s if warming_time_s is None else warming_time_s
@@ -144,11 +149,13 @@ class Diagnose:
         self._instance_id = f"diagnose-rank{self._group.rank}-{uuid.uuid4().hex[:12]}"
         self._created = time.monotonic()
         self._worker: WaitSampler | None = None
-        self._modes: dict[str, _Mode] = {}
+        self._waits: dict[str, _Waits] = {}
         if not env.classic_enable():
             return
-        enabled = {"ll": enable_ll_diagnose, "normal": enable_normal_diagnose}
-        self._modes = {name: _Mode(self._group.size) for name, wanted in enabled.items() if wanted}
+        sides, device = (len(_KINDS), self._group.size), kernel_device()
+        for name, wanted in (("ll", enable_ll_diagnose), ("normal", enable_normal_diagnose)):
+            if wanted:
+                self._waits[name] = _Waits(torch.zeros(sides, dtype=torch.int64, device=device))
         self._log = _log(env.classic_log_path(), self._group.rank, self._instance_id)
         weakref.finalize(self, self._log.handlers[0].close)
         self._judge = _Judge(self._log)
@@ -206,12 +213,12 @@ class Diagnose:
         through a store of its own and never uses the group. If it fails, it says so in the log once
         and ends; the program goes on.
         """
-        if self._worker is not None or not self._modes:
+        if self._worker is not None or not self._waits:
             return
         self._worker = WaitSampler(
             open_mailbox(self._group, "diagnose"),
-            functools.partial(_take, [_Window(mode.stats) for mode in self._modes.values()]),
-            functools.partial(self._judge.window, list(self._modes)),
+            functools.partial(_take, [_Waits(waits.stats) for waits in self._waits.values()]),
+            functools.partial(self._judge.window, list(self._waits)),
             functools.partial(_failed, self._log),
             self._interval_s,
             self._warming_time_s,
@@ -226,8 +233,8 @@ class Diagnose:
             self._worker = None
 
     def _tensors(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        mode = self._modes.get(name)
-        return (None, None) if mode is None else (mode.stats[0], mode.stats[1])
+        waits = self._waits.get(name)
+        return (None, None) if waits is None else (waits.stats[0], waits.stats[1])
 
     def _sync(self, name: str, diagnose_step: int) -> list[Result] | None:
         if diagnose_step < 0:
@@ -235,60 +242,51 @@ class Diagnose:
                 f"diagnose_{name}_sync: diagnose_step is {diagnose_step}; it must be the number of steps of a "
                 "window, or 0 for DEEPEP_DIAGNOSE_SYNC_STEP. Correct it on all ranks."
             )
-        mode = self._modes.get(name)
-        period = diagnose_step or self._sync_step
-        if mode is None or not mode.is_due(period):
+        waits = self._waits.get(name)
+        if waits is None:
             return None
-        gathered = self._group.all_gather_object((socket.gethostname(), mode.window.take()))
+        period = diagnose_step or self._sync_step
+        waits.steps += 1
+        if waits.steps < period:
+            return None
+        waits.steps = 0
+        gathered = self._group.all_gather_object((socket.gethostname(), waits.take()))
         # Clocks differ between ranks: what depends on one comes after the exchange, on rank 0.
         warm = diagnose_step > 0 or time.monotonic() - self._created >= self._warming_time_s
         if self._group.rank != 0 or not warm:
             return None
         hosts = [host for host, _ in gathered]
-        waits = np.stack([rows for _, rows in gathered], axis=1).astype(np.float64)
-        return self._judge.results(name, waits, hosts, period)
+        matrices = np.stack([rows for _, rows in gathered], axis=1).astype(np.float64)
+        return self._judge.results(name, matrices, hosts, period)
 
 
-class _Mode:
-    """The tensors of one sort of kernels, and the steps since the last synchronous diagnosis."""
+class _Waits:
+    """What the kernels of one sort added to tensors since the last look. The tensors are only read.
 
-    def __init__(self, num_ranks: int) -> None:
-        self.stats = torch.zeros(
-            (len(_KINDS), num_ranks), dtype=torch.int64, device=kernel_device()
-        )
-        self.window = _Window(self.stats)
-        self._steps = 0
-
-    def is_due(self, period: int) -> bool:
-        """Counts a step; whether it is the last one of a window. The same on all ranks."""
-        self._steps += 1
-        if self._steps < period:
-            return False
-        self._steps = 0
-        return True
-
-
-class _Window:
-    """What the kernels added to tensors since the last look. The tensors are only read."""
+    Attributes:
+        stats: `[2, num_ranks]` int64, waiting in dispatch and combine.
+        steps: of the program, since the last synchronous diagnosis.
+    """
 
     def __init__(self, stats: torch.Tensor) -> None:
-        self._stats = stats
+        self.stats = stats
+        self.steps = 0
         self._before: IntArray = np.zeros(tuple(stats.shape), np.int64)
 
     def take(self, *, aside: bool = False) -> IntArray:
-        """`[2, num_ranks]` int64, waiting in dispatch and combine; the next window begins here.
+        """As `stats`; the next window begins here.
 
         Args:
             aside: reads what is there now; otherwise after what is queued on the current stream.
         """
-        now = (to_host(self._stats)[0] if aside else self._stats.cpu()).numpy().copy()
+        now = (to_host(self.stats)[0] if aside else self.stats.cpu()).numpy().copy()
         window = since(self._before, now)
         self._before = now
         return window
 
 
-def _take(windows: Sequence[_Window]) -> Waited:
-    rows = np.concatenate([window.take(aside=True) for window in windows])
+def _take(all_waits: Sequence[_Waits]) -> Waited:
+    rows = np.concatenate([waits.take(aside=True) for waits in all_waits])
     return Waited(rows, np.full(len(rows), UNKNOWN))
 
 
@@ -362,7 +360,12 @@ class _Judge:
                 row = " ".join(str(int(value)) for value in matrix[rank])
                 self._log.info("rank=%d [%s]%s", rank, row, suffix)
         for verdict in result["verdicts"]:
-            self._log.info("%s: %s", operation, _sentence(verdict))
+            # Effects are of the window: how many operations it has is not known.
+            self._log.info(
+                f"{operation}: {TITLES[verdict.kind]}, {verdict.cause}: {wording.placed(verdict)}, "
+                f"{quantities.microseconds(verdict.effect_us)} in a window, {quantities.percent(verdict.share)} "
+                f"of all waiting. {verdict.next_step}"
+            )
         abnormal = {key: result[key] for key in result if key != "verdicts" and result[key]}
         for key, entries in abnormal.items():
             self._log.info("%s: %s %s", operation, key, entries)
@@ -370,15 +373,6 @@ class _Judge:
             self._log.info("%s: %s", operation, remark)
         if not abnormal and not result["verdicts"] and not undecided:
             self._log.info("%s: no anomaly", operation)
-
-
-def _sentence(verdict: Verdict) -> str:
-    """One verdict as a line. Effects are of the window: how many operations it has is not known."""
-    return (
-        f"{TITLES[verdict.kind]}, {verdict.cause}: {wording.placed(verdict)}, "
-        f"{quantities.microseconds(verdict.effect_us)} in a window, {quantities.percent(verdict.share)} "
-        f"of all waiting. {verdict.next_step}"
-    )
 
 
 def _group(given: Any) -> Group:
@@ -392,15 +386,6 @@ def _group(given: Any) -> Group:
             "of ranks to compare. Pass one, or call torch.distributed.init_process_group first."
         )
     return as_group(dist.group.WORLD)
-
-
-def _interval(given: float) -> float:
-    if not 0 < given < math.inf:
-        raise EPArgumentError(
-            f"Diagnose: interval is {given}; it must be a number of seconds above 0. "
-            "Leave it out for DEEPEP_DIAGNOSE_INTERVAL."
-        )
-    return float(given)
 
 
 def _log(folder: Path, rank: int, name: str) -> logging.Logger:
