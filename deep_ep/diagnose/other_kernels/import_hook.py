@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -47,22 +48,17 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        # Another finder may ask all others, too, and so this one.
+        # All finders are asked, and so this one; and so does another finder that asks all others.
         if fullname not in MODULES or fullname in self._looking_for:
             return None
         self._looking_for.add(fullname)
         try:
-            for finder in sys.meta_path:
-                find = None if finder is self else getattr(finder, "find_spec", None)
-                spec: importlib.machinery.ModuleSpec | None = (
-                    find(fullname, path, target) if find else None
-                )
-                if spec is not None:
-                    self._follow(spec)
-                    return spec
+            spec = importlib.util.find_spec(fullname)
         finally:
             self._looking_for.discard(fullname)
-        return None
+        if spec is not None:
+            self._follow(spec)
+        return spec
 
     def _follow(self, spec: importlib.machinery.ModuleSpec) -> None:
         loader = spec.loader

@@ -129,22 +129,16 @@ def test_the_clock_of_both_ends_of_a_window_counts(alone: ThreadGroup) -> None:
     assert waits.tolist() == [pytest.approx(75e3, rel=1e-3)]
 
 
-def test_one_tensor_serves_for_life(alone: ThreadGroup) -> None:
+def test_one_tensor_serves_for_life_however_arguments_are_passed(alone: ThreadGroup) -> None:
     buffer = buffer_of(wheels.Buffer, alone)
     attached(buffer)
-    for _ in range(5):
+    for _ in range(3):
         dispatch(buffer)
+    seen, use_fp8 = buffer.low_latency_dispatch("rows", None, TOKENS, EXPERTS, None, None, False)
+    assert (seen, use_fp8) == ("rows", False)
     first, *others = buffer.passed["dispatch"]
     assert first is not None
     assert all(tensor is first for tensor in others)
-
-
-def test_arguments_by_position_stay_where_they_are(alone: ThreadGroup) -> None:
-    buffer = buffer_of(wheels.Buffer, alone)
-    attached(buffer)
-    seen, use_fp8 = buffer.low_latency_dispatch("rows", None, TOKENS, EXPERTS, None, None, False)
-    assert (seen, use_fp8) == ("rows", False)
-    assert buffer.passed["dispatch"][0] is not None
 
 
 def test_a_tensor_of_the_program_is_adopted_and_may_be_reset(alone: ThreadGroup) -> None:
@@ -292,18 +286,6 @@ def test_a_buffer_goes_when_the_program_lets_it_go(make: Callable[[], Any]) -> N
         gc.enable()
 
 
-def test_the_group_has_as_many_ranks_as_the_buffer(alone: ThreadGroup) -> None:
-    buffer = buffer_of(wheels.Buffer, _OfSize(4))
-    with pytest.raises(EPArgumentError, match="group has 1 ranks, the buffer 4"):
-        attached(buffer, group=alone)
-
-
-def test_a_group_that_grows_must_be_watched_from_its_start() -> None:
-    buffer = wheels.as_of("nixl_ep.buffer", wheels.NixlBuffer, "Buffer")(0, None)
-    with pytest.raises(EPArgumentError, match="install"):
-        attach(buffer)
-
-
 SILENT = {
     "ElasticBuffer": "deep_ep.buffers.elastic",
     "HybridEPBuffer": "deep_ep.hybrid_ep_buffer",
@@ -356,11 +338,6 @@ def test_classes_that_a_program_makes_from_a_wheel_s_are_watched(alone: ThreadGr
     assert buffer.passed["dispatch"] != [None]
 
 
-def test_a_version_that_counts_nothing_says_so(alone: ThreadGroup) -> None:
-    with pytest.raises(EPTypeError, match="This version does not count"):
-        attach(buffer_of(wheels.OldBuffer, alone))
-
-
 def test_each_wheel_is_found_where_programs_import_it_from() -> None:
     for wheel in WHEELS:
         for module in (wheel.package, f"{wheel.package}.buffer"):
@@ -369,10 +346,38 @@ def test_each_wheel_is_found_where_programs_import_it_from() -> None:
     assert wheel_of(type("Other", (), {"__module__": "deep_ep"})) is None
 
 
+V1 = ("deep_ep.buffer", wheels.Buffer, "Buffer")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "said"),
+    [
+        (lambda group: object(), {}, EPTypeError, "DEEP_EP_DIAGNOSE=1"),
+        (wheels.as_of("deep_ep.buffer", wheels.OldBuffer, "Buffer"), {}, EPTypeError, "This version does not count"),
+        (wheels.as_of(*V1), {"interval_s": 0.0}, EPArgumentError, "interval_s is .*above 0"),
+        (wheels.as_of(*V1), {"interval_s": float("nan")}, EPArgumentError, "interval_s is .*above 0"),
+        (wheels.as_of(*V1), {"interval_s": float("inf")}, EPArgumentError, "interval_s is .*above 0"),
+        (wheels.as_of(*V1), {"group": _OfSize(4)}, EPArgumentError, "group has 4 ranks, the buffer 1"),
+        (lambda group: wheels.as_of("nixl_ep.buffer", wheels.NixlBuffer, "Buffer")(0, None), {}, EPArgumentError, "install"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_watched_is_refused(
+    make: Any, options: dict[str, Any], error: type[Exception], said: str, alone: ThreadGroup
+) -> None:
+    with pytest.raises(error, match=said):
+        attach(make(alone), **options)
+
+
 def test_our_own_buffers_watch_themselves() -> None:
     assert wheel_of(deep_ep.Buffer) is None
-    with pytest.raises(EPTypeError, match="DEEP_EP_DIAGNOSE=1"):
-        attach(object())
+
+
+def test_a_buffer_without_a_group_needs_one(alone: ThreadGroup) -> None:
+    buffer = buffer_of(wheels.Buffer, alone)
+    buffer.group = None
+    with pytest.raises(EPArgumentError, match="Pass the process group"):
+        attach(buffer)
+    attached(buffer, group=alone)
 
 
 def test_a_buffer_is_attached_to_once(alone: ThreadGroup) -> None:
@@ -394,20 +399,6 @@ def test_other_buffers_of_the_class_are_left_alone(alone: ThreadGroup) -> None:
     attached(watched)
     dispatch(other)
     assert other.passed["dispatch"] == [None]
-
-
-@pytest.mark.parametrize("interval_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_interval_must_be_above_0(interval_s: float, alone: ThreadGroup) -> None:
-    with pytest.raises(EPArgumentError, match=r"interval_s is .*above 0"):
-        attach(buffer_of(wheels.Buffer, alone), interval_s=interval_s)
-
-
-def test_a_buffer_without_a_group_needs_one(alone: ThreadGroup) -> None:
-    buffer = buffer_of(wheels.Buffer, alone)
-    buffer.group = None
-    with pytest.raises(EPArgumentError, match="Pass the process group"):
-        attach(buffer)
-    attached(buffer, group=alone)
 
 
 def test_what_fails_is_said_and_the_program_goes_on(
