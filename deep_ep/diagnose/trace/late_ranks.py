@@ -139,13 +139,14 @@ def _cause(judged: Sequence[Arrivals], found: Lasting, place: int) -> Cause | st
             "exchange to the next: they were matched wrongly, or clocks were set meanwhile"
         )
     own = sum(_over_median(each.own_us, place) for each in judged)
+    held_up = (
+        f"rank {rank} is in exchanges for {effect:,.0f} us less than the others, of which {own:,.0f} us are its own time before "
+        "them: for the rest the exchange before held it up, or it has less to receive. Counters tell"
+    )
     if own < _NOT_OWN * effect:
         if sum(_over_median(each.after_us, place) for each in judged) >= _OWN * effect:
             return Cause.LINK
-        return (
-            f"rank {rank} is in exchanges for {effect:,.0f} us less than the others, and its own time before them is not longer: the "
-            "exchange before held it up, or it has less to receive. Counters tell"
-        )
+        return held_up
     elsewhere = sum(float(us) for us, each in zip(by_kind, judged) if each.operation != COMBINE)
     if elsewhere < _ELSEWHERE * effect:
         load = _load(judged, place)
@@ -157,10 +158,7 @@ def _cause(judged: Sequence[Arrivals], found: Lasting, place: int) -> Cause | st
                 "slow. Profile with record_shapes=True, which says how many rows it has"
             )
     if own < _OWN * effect:
-        return (
-            f"rank {rank} comes {effect:,.0f} us late, of which {own:,.0f} us are its own time: for the rest the exchange before held it up. "
-            "Counters tell"
-        )
+        return held_up
     over = np.concatenate([each.over_median_us[place] for each in judged])
     seen_in = (over >= effect / len(judged) / 2).mean()
     return Cause.LATE if seen_in >= _MOST_OF_THEM else Cause.LATE_AT_TIMES

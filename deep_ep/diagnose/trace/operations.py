@@ -133,12 +133,12 @@ def sent_of(name: str, arguments: Mapping[str, Any]) -> RecordedRows:
     types = _sequence(arguments.get("Input type"))
     if not dims:
         return RecordedRows(why="shapes were not recorded: profile with record_shapes=True")
-    shape = dims[0]
-    if not isinstance(shape, Sequence) or len(shape) != 2:
-        return RecordedRows(why="the rows were not recorded: they are a tuple of data and scales")
+    shape = _sequence(dims[0])
+    if len(shape) != 2 or not all(map(_is_size, shape)):
+        return RecordedRows(
+            why="its rows have no shape, as where they are a tuple of data and scales"
+        )
     rows, channels = shape
-    if not (_is_size(rows) and _is_size(channels)):
-        return RecordedRows(why="the shape of the rows is no list of numbers")
     type_ = str(types[0]) if types else ""
     item_bytes = _ITEM_BYTES.get(type_.lower())
     worst = max([0, *_integers(arguments)[_WORST_TOKENS : _WORST_TOKENS + 1]])

@@ -113,6 +113,12 @@ class TracedExchange:
         """Whether what is of that operation may be a part of it, as far as names of kernels tell."""
         return self.operation == operation or ALL_TO_ALL in (self.operation, operation)
 
+    def add(self, kernel: Launched) -> None:
+        """One of its kernels, which may tell its operation."""
+        self.kernels.append(kernel)
+        if self.operation == ALL_TO_ALL:
+            self.operation = kernel.row.operation
+
     def _span(self, *phases: str) -> tuple[float, float] | None:
         spans = [kernel.span for kernel in self.kernels if kernel.row.phase in phases]
         if not spans:
@@ -270,15 +276,15 @@ def _of_streams(kernels: list[Launched]) -> list[TracedExchange]:
     """The exchanges of kernels that no operator launched, which are in order of time.
 
     On a stream follow each other notify, transfer, and what is done with the rows. Layout may stand on another one, and
-    belongs to the next transfer that it may be of.
+    belongs to the next transfer that it may be of; what belongs to none is told together.
     """
     found: list[TracedExchange] = []
     latest: dict[tuple[str, str], TracedExchange] = {}
-    layouts: list[Launched] = []
+    layouts: dict[str, list[Launched]] = {}
     for kernel in kernels:
         phase = kernel.row.phase
         if phase == LAYOUT:
-            layouts.append(kernel)
+            layouts.setdefault(kernel.row.operation, []).append(kernel)
             continue
         exchange = latest.get(kernel.stream)
         is_over = exchange is not None and exchange.has(TRANSFER) and phase != PACK
@@ -286,14 +292,14 @@ def _of_streams(kernels: list[Launched]) -> list[TracedExchange]:
             exchange = TracedExchange("", ALL_TO_ALL, kernel.span[0], 0.0, RecordedRows())
             latest[kernel.stream] = exchange
             found.append(exchange)
-        mine = [
-            each for each in layouts if phase == TRANSFER and exchange.may_be(each.row.operation)
-        ]
-        layouts = [each for each in layouts if each not in mine]
-        exchange.kernels += [*mine, kernel]
-        for each in (kernel, *mine):
-            if exchange.operation == ALL_TO_ALL:
-                exchange.operation = each.row.operation
+        exchange.add(kernel)
+        if phase == TRANSFER:
+            for operation in list(filter(exchange.may_be, layouts)):
+                for layout in layouts.pop(operation):
+                    exchange.add(layout)
+    for operation, left in layouts.items():
+        begin = left[0].span[0]
+        found.append(TracedExchange("", operation, begin, 0.0, RecordedRows(), kernels=left))
     # Where one kernel does both, and layout stands before some of them: these are dispatches, so the others are combines.
     mixed = [each for each in found if any(map(_is_both, each.kernels))]
     has_told = any(each.operation == DISPATCH for each in mixed)

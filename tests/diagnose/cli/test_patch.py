@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,14 @@ def checkout(tmp_path: Path, patches: Path) -> Path:
     return folder
 
 
-def write(folder: Path, files: dict[str, bytes]) -> None:
+def write(folder: Path, files: Mapping[str, bytes | None]) -> None:
+    """Without a text there is no such file."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text)
+        if text is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(text)
 
 
 def read(folder: Path) -> dict[str, bytes]:
@@ -119,19 +124,38 @@ def test_the_set_is_chosen_by_hashes(checkout: Path, capsys: pytest.CaptureFixtu
     assert "Project 2: patched" in run(capsys, checkout)[1]
 
 
-@pytest.mark.parametrize("option", [(), ("--check",), ("--reverse",)])
+CHANGED = KERNEL.replace(b"two", b"2")
+OPTIONS = [(), ("--check",), ("--reverse",)]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "state"),
+    [
+        # A patch without context would go into any text.
+        pytest.param(
+            "src/kernel.cu",
+            CHANGED,
+            f"another one (SHA-256 {sha256(CHANGED)}, expected {sha256(KERNEL)})",
+            id="another text",
+        ),
+        pytest.param("src/kernel.cu", None, "missing", id="a missing file"),
+        pytest.param("src/watch.cuh", b"theirs", "another one", id="a file in our place"),
+    ],
+)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_a_file_that_differs_is_named_and_nothing_is_changed(
-    option: tuple[str, ...], checkout: Path, capsys: pytest.CaptureFixture[str]
+    option: tuple[str, ...],
+    path: str,
+    text: bytes | None,
+    state: str,
+    checkout: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A patch without context would go into any text."""
-    changed = KERNEL.replace(b"two", b"2")
-    write(checkout, {"src/kernel.cu": changed})
+    write(checkout, {path: text})
     before = read(checkout)
     status, _, err = run(capsys, checkout, *option)
     assert status == 2
-    assert "closest to Project 1" in err
-    assert f"src/kernel.cu is another one (SHA-256 {sha256(changed)}" in err
-    assert f"expected {sha256(KERNEL)})" in err
+    assert f"closest to Project 1, but {path} is {state}" in err
     assert "binding.cpp" not in err
     assert read(checkout) == before
 
@@ -145,11 +169,12 @@ def test_a_file_that_differs_is_named_and_nothing_is_changed(
             id="an inserted line that was edited",
         ),
         pytest.param({"src/watch.cuh": b"// edited\n"}, id="a header that was edited"),
+        pytest.param({"src/watch.cuh": None}, id="a missing header"),
     ],
 )
-@pytest.mark.parametrize("option", [(), ("--check",), ("--reverse",)])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_half_a_patch_is_refused(
-    changes: dict[str, bytes],
+    changes: dict[str, bytes | None],
     option: tuple[str, ...],
     checkout: Path,
     capsys: pytest.CaptureFixture[str],
@@ -162,29 +187,6 @@ def test_half_a_patch_is_refused(
     assert "nothing was changed" in err
     assert next(iter(changes)) in err
     assert read(checkout) == before
-
-
-def test_a_missing_file_is_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (checkout / "src/kernel.cu").unlink()
-    status, _, err = run(capsys, checkout)
-    assert status == 2
-    assert "src/kernel.cu is missing" in err
-    write(checkout, TREE)
-    run(capsys, checkout)
-    (checkout / "src/watch.cuh").unlink()
-    status, _, err = run(capsys, checkout, "--reverse")
-    assert status == 2
-    assert "watch.cuh is not patched" in err
-
-
-def test_another_file_in_our_place_is_left_alone(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(checkout, {"src/watch.cuh": b"theirs\n"})
-    status, _, err = run(capsys, checkout)
-    assert status == 2
-    assert "src/watch.cuh is another one" in err
-    assert read(checkout) == {**TREE, "src/watch.cuh": b"theirs\n"}
 
 
 def test_links_are_not_written_through(

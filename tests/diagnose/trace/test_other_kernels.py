@@ -165,6 +165,16 @@ def test_kernels_of_one_exchange_are_one() -> None:
     assert unknown.share == pytest.approx(0.1)
 
 
+def test_layouts_of_no_transfer_are_told_together() -> None:
+    layout = "void deep_ep::layout::get_dispatch_layout<1>()"
+    trace = condensed([kernel("ep_combine", 5, 1), *(kernel(layout, 10 * i, 2) for i in range(3))])
+    assert [(each.name, len(each.kernels)) for each in trace.exchanges] == [
+        ("deep_ep::layout::get_dispatch_layout", 3),
+        ("ep_combine", 1),
+    ]
+    assert sum(row.count for row in summary.kernel_rows([trace])) == 4
+
+
 def test_one_kernel_for_both_directions_is_told_by_the_layout_before_it() -> None:
     trace = condensed(
         [

@@ -173,7 +173,8 @@ def test_operators_by_name(name: str, operation: str | None) -> None:
         ([], [], "record_shapes"),
         ([[], [T, K]], ["", LONG], "tuple of data and scales"),
         ([[T, H]], ["c10::Float4"], "'c10::Float4' is not known"),
-        ([[T, "x"]], [BF16], "no list of numbers"),
+        ([[T, "x"]], [BF16], "no shape"),
+        (["ab"], [BF16], "no shape"),
     ],
 )
 def test_what_does_not_say_its_bytes_has_none(dims: Any, types: Any, why: str) -> None:
