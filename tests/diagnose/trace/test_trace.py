@@ -422,11 +422,12 @@ def test_time_that_is_covered_is_counted_second_by_second(
 def test_a_pipe_is_as_wide_as_the_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path / "t.json", one_step())
+    name = "GeneratedBackwardFor_deepep_dispatch_defaultBackward"
+    path = write(tmp_path / "t.json", [dispatch(0, 1, name)])
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def printed(*arguments: str) -> str:
         assert main(["trace", str(path), *arguments]) == 0
         return capsys.readouterr().out
 
-    assert printed() == printed("--width", "400") != printed("--width", "60")
+    assert printed() == printed("--width", "400") != printed("--width", "80")
