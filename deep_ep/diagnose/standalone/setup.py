@@ -2,7 +2,6 @@
 
 The package is the modules of `deep_ep.diagnose`, and, in its folder `_deep_ep`, those that they import from the rest of
 `deep_ep`. Imports of `deep_ep` are renamed, so it needs no `deep_ep`, and may stand beside one that is somebody else's.
-A distribution of sources has the package as it will be installed.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from setuptools.errors import SetupError
 HERE = Path(__file__).resolve().parent
 PACKAGE = "deep_ep_diagnose"
 COPY = f"{PACKAGE}._deep_ep"
-# None in a distribution of sources.
-CHECKOUT = None if (HERE / PACKAGE / "core").is_dir() else HERE.parents[2]
+CHECKOUT = HERE.parents[2]
 # What stands elsewhere in the checkout, and in the package by the same name.
 DATA = ("patches", "LICENSE")
 # What messages say, and what they say here.
@@ -33,21 +31,9 @@ WORDS = {
 }
 
 
-def write_package(target: Path) -> None:
-    """Writes the whole package into a folder that does not exist yet, or has what is in this one's."""
-    if CHECKOUT is None:
-        shutil.copytree(HERE / PACKAGE, target)
-        return
-    files = dict(sources(CHECKOUT))
-    files["__init__.py"] = (HERE / PACKAGE / "__init__.py").read_bytes()
-    for name, content in files.items():
-        file = target / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-
-
 def sources(checkout: Path) -> Iterator[tuple[str, bytes]]:
-    """Path in the package and content of each of its files, but for its `__init__.py`."""
+    """Path in the package and content of each of its files."""
+    yield "__init__.py", (HERE / PACKAGE / "__init__.py").read_bytes()
     diagnose = checkout / "deep_ep" / "diagnose"
     for file in sorted(diagnose.rglob("*")):
         inner = file.relative_to(diagnose)
@@ -120,13 +106,12 @@ def is_of_deep_ep(node: ast.ImportFrom) -> bool:
     return node.level == 0 and str(node.module).split(".")[0] == "deep_ep"
 
 
-def version(checkout: Path | None) -> str:
+def version(checkout: Path) -> str:
     """That of `deep_ep`, which is not imported."""
-    place = HERE / PACKAGE / "_deep_ep" if checkout is None else checkout / "deep_ep"
-    for node in ast.parse((place / "__init__.py").read_bytes()).body:
+    for node in ast.parse((checkout / "deep_ep" / "__init__.py").read_bytes()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
             return str(ast.literal_eval(node.value))
-    raise SetupError(f"{place}: there is no __version__; it must be a literal in __init__.py.")
+    raise SetupError("deep_ep/__init__.py: there is no __version__; it must be a literal.")
 
 
 class Build(build_py):
@@ -138,16 +123,19 @@ class Build(build_py):
                 f"{PACKAGE} cannot be edited in place, since it is a copy. Install deep_ep itself in place: "
                 f"{PACKAGE} then is deep_ep.diagnose."
             )
-        write_package(Path(self.build_lib) / PACKAGE)
+        for name, content in sources(CHECKOUT):
+            file = Path(self.build_lib) / PACKAGE / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
 
 
 class Sources(sdist):
-    """Has the package as it will be installed."""
+    """There are none: they are those of the checkout."""
 
-    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
-        super().make_release_tree(base_dir, files)
-        shutil.rmtree(Path(base_dir) / PACKAGE)
-        write_package(Path(base_dir) / PACKAGE)
+    def run(self) -> None:
+        raise SetupError(
+            f"{PACKAGE} is built from a checkout of deep_ep: `pip wheel --no-deps {HERE}`."
+        )
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ import os
 import subprocess
 import sys
 import sysconfig
-import tarfile
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from textwrap import dedent
-from zipfile import ZipFile
 
 import pytest
 
@@ -119,21 +117,6 @@ def test_it_has_the_licence_the_patches_and_no_native_module(site: Path) -> None
     for file in patches:
         assert (package / file.relative_to(ROOT)).read_bytes() == file.read_bytes()
     assert not [file for file in package.rglob("*") if file.suffix in (".so", ".pyi")]
-
-
-@pytest.mark.exhaustive
-def test_a_distribution_of_sources_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=PROJECT)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as sources:
-        sources.extractall(tmp_path / "sources", filter="data")
-    (project,) = (tmp_path / "sources").iterdir()
-    again = built(project, tmp_path)
-    with ZipFile(wheel) as expected, ZipFile(again) as got:
-        assert sorted(got.namelist()) == sorted(expected.namelist())
-        for name in expected.namelist():
-            assert got.read(name) == expected.read(name), name
 
 
 def test_nothing_is_left_in_the_checkout(wheel: Path) -> None:
