@@ -76,7 +76,7 @@ class Attached:
         read = functools.partial(take, readers, clock or (lambda: 1.0))
         # The first reading makes the stream that copies are queued on, which no capture may see.
         read()
-        judge = functools.partial(_judge, _judges(len(self.counted), self.operations))
+        judge = _judge_of(len(self.counted), self.operations)
         sampler = WaitSampler(ranks.mailbox(), read, judge, _failed, interval_s, interval_s)
         self._stop = weakref.finalize(buffer, sampler.stop)
 
@@ -333,22 +333,23 @@ def _attaching(method: Callable[..., Any], wheel: Wheel) -> Callable[..., Any]:
     return attaching
 
 
-def _judges(num_counted: int, operations: list[str]) -> list[tuple[slice, Judge]]:
-    """Of low latency, and of entries to normal operations, which are other operations: which rows, and who judges them."""
+def _judge_of(num_counted: int, operations: list[str]) -> Callable[[Window], None]:
+    """Judges low latency, and entries to normal operations, which are other operations, apart."""
     folder = env.diagnose_dir()
-    parts = ((slice(num_counted), False), (slice(num_counted, None), True))
-    return [
+    judges = [
         (rows, Judge(operations[rows], folder, within_nodes=within_nodes))
-        for rows, within_nodes in parts
+        for rows, within_nodes in ((slice(num_counted), False), (slice(num_counted, None), True))
         if operations[rows]
     ]
 
+    def judge(window: Window) -> None:
+        for rows, one in judges:
+            waits, counts = window.waits[rows], window.operations[rows]
+            one.window(replace(window, waits=waits, operations=counts))
+            # Who is missing is said once.
+            window = replace(window, silent={}, refused=[])
 
-def _judge(judges: list[tuple[slice, Judge]], window: Window) -> None:
-    for i, (rows, judge) in enumerate(judges):
-        of_rows = replace(window, waits=window.waits[rows], operations=window.operations[rows])
-        # Who is missing is said once.
-        judge.window(of_rows if i == 0 else replace(of_rows, silent={}, refused=[]))
+    return judge
 
 
 def _interval_s() -> float:

@@ -62,10 +62,12 @@ class Judge:
         """
         waits = np.nansum(window.waits, axis=(1, 2)) > 0
         operations = window.operations[waits]
-        self._follow(
-            [k for k, w in zip(self._kinds, waits) if w or k in self._counted],
-            bool(np.isfinite(operations).all()),
-        )
+        counted = [k for k, w in zip(self._kinds, waits) if w or k in self._counted]
+        knows_operations = bool(np.isfinite(operations).all())
+        if (counted, knows_operations) != (self._counted, self._knows_operations):
+            # Windows no longer mean the same.
+            self._counted, self._knows_operations = counted, knows_operations
+            self._forget()
         # None, where what was waited for is of calls before.
         steps = math.ceil(operations.max()) if self._knows_operations else LEAST_STEPS
         self._passed.append((steps, seconds))
@@ -94,12 +96,6 @@ class Judge:
         if self._within_nodes:
             return [host or f"host of rank {rank}" for rank, host in enumerate(window.hosts)]
         return window.hosts if all(window.hosts) else None
-
-    def _follow(self, kinds: list[str], knows_operations: bool) -> None:
-        """What was before is forgotten when windows no longer mean the same."""
-        if (kinds, knows_operations) != (self._counted, self._knows_operations):
-            self._counted, self._knows_operations = kinds, knows_operations
-            self._forget()
 
     def _forget(self) -> None:
         self._windows = Windows()

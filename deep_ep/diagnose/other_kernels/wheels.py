@@ -53,22 +53,20 @@ class Wheel(NamedTuple):
     package: str
     name: str
     library: str
-    without: str
+    without: str = (
+        "It counts nothing in this version; profile it (python -m deep_ep.diagnose trace)."
+    )
     ready: str = "__init__"
     grows: bool = False
 
 
-_THIS_VERSION = (
-    "This version does not count what it waits; profile it (python -m deep_ep.diagnose trace)."
-)
 _PATCH = "It counts if it is patched (python -m deep_ep.diagnose patch CHECKOUT); or profile it (python -m deep_ep.diagnose trace)."
-_NEVER = "It counts nothing; profile it (python -m deep_ep.diagnose trace)."
 WHEELS = (
-    Wheel("deep_ep", "Buffer", "DeepEP", _THIS_VERSION),
+    Wheel("deep_ep", "Buffer", "DeepEP"),
     Wheel("deep_ep", "ElasticBuffer", "DeepEP V2", _PATCH),
-    Wheel("deep_ep", "HybridEPBuffer", "Hybrid-EP", _NEVER),
-    Wheel("nixl_ep", "Buffer", "NIXL EP", _THIS_VERSION, "update_memory_buffers", grows=True),
-    Wheel("mooncake", "Buffer", "Mooncake EP", _NEVER),
+    Wheel("deep_ep", "HybridEPBuffer", "Hybrid-EP"),
+    Wheel("nixl_ep", "Buffer", "NIXL EP", ready="update_memory_buffers", grows=True),
+    Wheel("mooncake", "Buffer", "Mooncake EP"),
 )
 
 

@@ -353,7 +353,7 @@ V1 = ("deep_ep.buffer", wheels.Buffer, "Buffer")
     ("make", "options", "error", "said"),
     [
         (lambda group: object(), {}, EPTypeError, "DEEP_EP_DIAGNOSE=1"),
-        (wheels.as_of("deep_ep.buffer", wheels.OldBuffer, "Buffer"), {}, EPTypeError, "This version does not count"),
+        (wheels.as_of("deep_ep.buffer", wheels.OldBuffer, "Buffer"), {}, EPTypeError, "It counts nothing in this version"),
         (wheels.as_of(*V1), {"interval_s": 0.0}, EPArgumentError, "interval_s is .*above 0"),
         (wheels.as_of(*V1), {"interval_s": float("nan")}, EPArgumentError, "interval_s is .*above 0"),
         (wheels.as_of(*V1), {"interval_s": float("inf")}, EPArgumentError, "interval_s is .*above 0"),
@@ -498,9 +498,9 @@ def watched_lines(
 
 
 def test_who_is_missing_is_said_once_of_all_operations(caplog: pytest.LogCaptureFixture) -> None:
-    judges = attaching._judges(1, ["dispatch", "normal dispatch"])
+    judge = attaching._judge_of(1, ["dispatch", "normal dispatch"])
     none, silent = np.zeros((2, 4, 4)), {2: (7, 0.0)}
-    attaching._judge(judges, Window(8, none, np.zeros(2), ["a"] * 4, silent, ["rank 3: nonsense"]))
+    judge(Window(8, none, np.zeros(2), ["a"] * 4, silent, ["rank 3: nonsense"]))
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition("rank ")[2][0] for line in said] == ["3", "2"]
 
