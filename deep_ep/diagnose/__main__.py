@@ -126,7 +126,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", type=Path, nargs="+", metavar="FILE_OR_DIR", help="a trace of each rank"
     )
-    _add_width(parser)
+    _add_links(parser)
+    _add_page_and_width(parser)
     parser.add_argument("--csv", action="store_true", help="print the operators as CSV instead")
     parser.add_argument(
         "--record",
@@ -303,10 +304,6 @@ def _add_page_and_width(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
     )
-    _add_width(parser)
-
-
-def _add_width(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--width",
         type=_positive_int,

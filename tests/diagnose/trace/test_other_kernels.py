@@ -296,13 +296,15 @@ def test_files_of_all_ranks_end_in_a_sentence_for_a_ticket(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = written(tmp_path)
-    records = tmp_path / "records"
-    assert main(["trace", *files, "--width", "250", "--record", str(records)]) == 0
+    page, records = tmp_path / "page.html", tmp_path / "records"
+    arguments = ["--width", "250", "--html", str(page), "--record", str(records)]
+    assert main(["trace", *files, *arguments]) == 0
     said = capsys.readouterr().out
     (told,) = [line for line in said.splitlines() if line.startswith("for a ticket: ")]
     assert "DeepEP V1, 8 ranks traced: dispatch and combine take " in told
     assert "Comp-Slow: rank 3" in told
     assert "Who comes last, by the lengths of kernels" in said
+    assert "Comp-Slow: rank 3" in page.read_text()
     assert main(["show", str(records), "--check", "--html", str(tmp_path / "of_record.html")]) == 3
     assert "rank 3" in capsys.readouterr().out
 
@@ -310,12 +312,13 @@ def test_files_of_all_ranks_end_in_a_sentence_for_a_ticket(
 def test_a_record_of_one_trace_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    assert main(["trace", *written(tmp_path, 1), "--record", str(out)]) == 2
+    page = tmp_path / "page.html"
+    arguments = ["--html", str(page), "--record", str(tmp_path / "out")]
+    assert main(["trace", *written(tmp_path, 1), *arguments]) == 2
     said = capsys.readouterr()
     assert "Name a trace of each rank" in said.err
     assert said.out == ""
-    assert not out.exists()
+    assert not page.exists()
 
 
 def one_rank(rank: int, group: Any, folder: str) -> None:

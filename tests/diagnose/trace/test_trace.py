@@ -144,6 +144,10 @@ def test_the_program_prints_tables_and_csv(
         ("0", "FusedDispatch", "1"),
         ("0", "FusedCombine", "1"),
     ]
+    page = tmp_path / "page.html"
+    assert main(["trace", str(tmp_path), "--csv", "--html", str(page)]) == 0
+    assert capsys.readouterr().out == table
+    assert "FusedDispatch" in page.read_text()
     twice = [str(tmp_path / "trace_rank0.json")] * 2
     assert main(["trace", *twice]) == 2
     assert "both of rank 0" in capsys.readouterr().err
@@ -190,6 +194,23 @@ def test_rows_for_the_worst_case_are_told(tmp_path: Path) -> None:
     host, worst = summary.remarks([trace, trace, trace])
     assert "and 2 more: it has no work on a GPU" in host
     assert f"and 2 more: MoEDispatch allocates {T * 8} rows for the worst case" in worst
+
+
+def test_a_page_has_the_tables_and_nothing_of_a_name_is_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, late in enumerate((0, 5)):
+        write(tmp_path / f"rank{rank}.json", one_step(late=late), distributedInfo={"rank": rank})
+    kernels = [kernel("deep_ep::dispatch_<script>x</script>", 0, 9, 1)]
+    write(tmp_path / "rank2.json", kernels, distributedInfo={"rank": 2})
+    page = tmp_path / "page.html"
+    assert main(["trace", str(tmp_path), "--html", str(page)]) == 0
+    assert f"wrote {page}" in "".join(capsys.readouterr().out.splitlines())
+    text = page.read_text()
+    assert "<td>FusedDispatch</td>" in text
+    assert "FusedDispatch has no bytes" not in text
+    assert "<script" not in text
+    assert "default-src 'none'" in text
 
 
 @pytest.mark.parametrize("arguments", [[], ["--csv"]])
@@ -265,7 +286,9 @@ def test_an_operator_within_another_of_its_kind_gives_it_its_rows_and_kernels(
     ]
 
 
-def test_what_a_call_says_behind_it_is_its_own(tmp_path: Path) -> None:
+def test_what_a_call_says_behind_it_is_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of 20 bytes a row, 2 rows are local, 3 come by NVLink and 5 by RDMA; all of it in 40 us."""
     dims, types = [[T, H], [], [], [], []], [BF16, "", "Scalar", "Scalar", "Scalar"]
     said = [("3", "2", "3", "5"), ("4", "90", "90", "90"), ("3", "-1", "0", "0"), ("3",)]
@@ -277,10 +300,15 @@ def test_what_a_call_says_behind_it_is_its_own(tmp_path: Path) -> None:
         ),
         kernel("void deep_ep::intranode::dispatch<8>(int4*)", 20, 40, 1),
     ]
-    (row,) = summary.operators(traced(tmp_path, events))
+    path = write(tmp_path / "t.json", events)
+    (row,) = summary.operators(rank_trace.read(path))
     assert (row.mean_local_bytes, row.mean_nvlink_bytes, row.mean_rdma_bytes) == (40, 60, 100)
     assert row.mean_bytes == T * H * 2
     assert row.effective_tbps == pytest.approx(160 / 40e-6 / 1e12)
+    # 60 bytes at 0.012 GB/s take 5 us, 100 at 0.01 take 10.
+    assert main(["trace", str(path), "--links", "0.012:0.01", "--width", "200"]) == 0
+    cells = capsys.readouterr().out.splitlines()[2].split()
+    assert cells[-3:] == ["10", "25", "%"]
 
 
 @pytest.mark.parametrize(
@@ -427,7 +455,7 @@ def test_a_pipe_is_as_wide_as_the_tables(
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def printed(*arguments: str) -> str:
-        assert main(["trace", str(path), *arguments]) == 0
+        assert main(["trace", str(path), "--links", "0.012:0.01", *arguments]) == 0
         return capsys.readouterr().out
 
     assert printed() == printed("--width", "400") != printed("--width", "80")
