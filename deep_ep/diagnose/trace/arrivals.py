@@ -106,12 +106,12 @@ class Arrivals:
     def before(self, place: int) -> str:
         """What the rank at that place did before the exchanges to which it came last (all, if it never did), in words.
 
-        That is the kernel that most often ended last before them, and what took most longer than on the other ranks from
-        the end of the exchange before on: a kernel, or that the GPU had nothing to do.
+        That is the kernel that most often ended last before them, in which range that the program has named, and what took
+        most longer than on the other ranks from the end of the exchange before on: a kernel, or that the GPU had nothing to do.
         """
         is_last = self.is_last[place]
         chosen = np.flatnonzero(is_last | ~is_last.any())[:_MOST_LOOKED_AT]
-        last: Counter[str] = Counter()
+        last: Counter[tuple[str, str]] = Counter()
         totals = []
         for i, trace in enumerate(self._traces):
             total: dict[str, float] = defaultdict(float)
@@ -119,22 +119,24 @@ class Arrivals:
                 end = self._exchanges[i][k].span_us[0]
                 own = self.own_us[i, k]
                 begin = end - own if np.isfinite(own) else trace.busy[0, 0]
-                ran = [
-                    (name, ended - max(started, begin))
-                    for name, started, ended in trace.work.ending_within(begin, end)
-                ]
-                ran.append((_IDLE, max(end - begin - sum(us for _, us in ran), 0.0)))
-                for name, us in ran:
-                    total[name] += us
+                ran = trace.work.ending_within(begin, end)
+                busy_us = 0.0
+                for name, started, ended in ran:
+                    total[name] += ended - max(started, begin)
+                    busy_us += ended - max(started, begin)
+                total[_IDLE] += max(end - begin - busy_us, 0.0)
                 if i == place:
-                    last[ran[-2][0] if len(ran) > 1 else "nothing"] += 1
+                    name, started, ended = ran[-1] if ran else ("nothing", end, end)
+                    on_gpu, on_host = trace.ranges
+                    last[name, on_gpu.around((started + ended) / 2) or on_host.around(end)] += 1
             totals.append(total)
         others = [total for i, total in enumerate(totals) if i != place]
         longer = {
             name: (us - float(np.median([other[name] for other in others]))) / len(chosen)
             for name, us in totals[place].items()
         }
-        text = f"just before it ran {base_name(last.most_common(1)[0][0])}"
+        ((kernel, inside), _), *_ = last.most_common(1)
+        text = f"just before it ran {base_name(kernel)}" + (f" in {inside}" if inside else "")
         most = max(longer, key=lambda name: longer[name])
         if longer[most] <= 0:
             return text

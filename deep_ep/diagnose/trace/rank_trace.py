@@ -41,6 +41,8 @@ from .operations import (
 from .stream import TraceStream
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+# Ranges that a program names, where the GPU does what was launched in them, and on the host; the profiler's are its own.
+_ON_STREAM, _ON_HOST, _STEPS = "gpu_user_annotation", "user_annotation", "ProfilerStep"
 # The year 2286.
 _LATEST_US = 1e16
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
@@ -166,6 +168,15 @@ class NamedSpans:
             for i in order[first:last].tolist()
         ]
 
+    def around(self, at: float) -> str:
+        """The shortest one at that time; "" if there is none."""
+        times = self.times
+        inside = np.flatnonzero((times[:, 0] <= at) & (at <= times[:, 1]))
+        if not len(inside):
+            return ""
+        shortest = int(inside[np.argmin(times[inside, 1] - times[inside, 0])])
+        return list(self._names)[self._places[shortest]]
+
     @functools.cached_property
     def _by_end(self) -> tuple[FloatArray, npt.NDArray[np.intp]]:
         ends = self.times[:, 1]
@@ -183,6 +194,7 @@ class RankTrace:
         exchanges: in order of time.
         own: [n, 2] begin and end of the kernels of exchanges, us, sorted, without overlaps.
         work: all other work on the GPU by name.
+        ranges: that the program named, where the GPU ran what was launched in them, and on the host.
         num_ranks: of the job, 0 if the trace does not say.
     """
 
@@ -191,6 +203,7 @@ class RankTrace:
     exchanges: list[TracedExchange]
     own: FloatArray
     work: NamedSpans
+    ranges: tuple[NamedSpans, NamedSpans]
     num_ranks: int
 
     @functools.cached_property
@@ -227,7 +240,7 @@ def condense(
     called: list[TracedExchange] = []
     moved: list[tuple[float, int, LinkBytes]] = []
     kernels: list[Launched] = []
-    work = NamedSpans()
+    work, on_stream, on_host = NamedSpans(), NamedSpans(), NamedSpans()
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -246,6 +259,9 @@ def condense(
             # There are few names, and long ones.
             name, span, number = sys.intern(name), (begin, begin + lasts), _number_in(arguments)
             kernels.append(Launched(row, name, span, _thread(event), number))
+        elif category == _ON_STREAM:
+            if not name.startswith(_STEPS):
+                on_stream.add(name, begin, begin + lasts)
         elif (operation := operation_of(name)) is not None:
             sent, number = sent_of(name, arguments), _number_in(arguments)
             exchange = TracedExchange(name, operation, begin, lasts, sent, _thread(event), number)
@@ -253,6 +269,8 @@ def condense(
             called.append(exchange)
         elif (said := moved_by(name, arguments)) is not None:
             moved.append((begin, *said))
+        elif category == _ON_HOST and not name.startswith(_STEPS):
+            on_host.add(name, begin, begin + lasts)
     kernels.sort(key=lambda kernel: kernel.span[0])
     operators = {each.number: each for each in called if each.number is not None}
     for kernel in kernels:
@@ -268,6 +286,7 @@ def condense(
         [each for each in found if each.kernels or not kernels],
         union([kernel.span for kernel in kernels]),
         work,
+        (on_stream, on_host),
         max(_of_job(header, "world_size") or 0, 0),
     )
 

@@ -203,6 +203,8 @@ def test_who_comes_last_and_what_it_did_before() -> None:
             late = 30.0 * rank
             events += [
                 kernel("gemm_of_experts", at, 50 + late, stream=7),
+                {**kernel("experts", at - 1, 52 + late, 7), "cat": "gpu_user_annotation"},
+                {**kernel("ProfilerStep#5", at, 51 + late, 7), "cat": "gpu_user_annotation"},
                 kernel("void deep_ep::intranode::cached_notify_combine<8>()", at + 51 + late, 35 - late),
                 kernel("void deep_ep::intranode::combine<8>()", at + 86, 20),
             ]  # fmt: skip
@@ -213,7 +215,7 @@ def test_who_comes_last_and_what_it_did_before() -> None:
     assert (found.has_notify, found.count, found.is_last.mean(axis=1).tolist()) == (True, 6, [0, 1])
     assert found.late_us.tolist() == [[0] * 6, [30] * 6]
     assert found.before(1) == (
-        "just before it ran gemm_of_experts; gemm_of_experts took 30 us longer than on the others"
+        "just before it ran gemm_of_experts in experts; gemm_of_experts took 30 us longer than on the others"
     )
     assert "undecided: traces of 2 ranks" in judged(traces).remarks[0]
 
