@@ -7,7 +7,7 @@ loses the hook, to an exception between sending and receiving, does not lose the
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep.base.rules import fail
 from deep_ep.errors import EPUsageError
@@ -51,16 +51,22 @@ class PendingReceive:
         self._handle = handle
         self._is_finished = False
         self._failure: RuntimeError | None = None
-        self._hook: weakref.ref[ReceiveHook] | None = None
+        self._hook: weakref.ref[Callable[[], None]] | None = None
 
-    def hook_for(self, receive: Callable[[PendingReceive], None], owner: object) -> ReceiveHook:
-        """The hook that the program gets.
+    def hook_of(self, buffer: Any) -> Callable[[], None]:
+        """What the program calls. It keeps the buffer alive, and nothing here keeps it, so that its loss is noticed."""
 
-        Args:
-            receive: `Communicator.receive`.
-            owner: the buffer, which the hook keeps alive.
-        """
-        hook = ReceiveHook(receive, self, owner)
+        def hook() -> None:
+            """Enqueues the receive phase on the stream that was current at the call; to be called once.
+
+            A later operation of the buffer has done so already; then this raises what went wrong there.
+
+            Raises:
+                EPUsageError: called before, or after `Buffer.abandon_hook()` or `destroy()`.
+                EPTimeoutError, EPArgumentError, EPTransportError: like the call itself.
+            """
+            buffer.communicator.receive(self)
+
         self._hook = weakref.ref(hook)
         return hook
 
@@ -106,25 +112,3 @@ class PendingReceive:
             receive()
             self._kept = None
             raise_failure()
-
-
-class ReceiveHook:
-    """Receives what a low-latency call with `return_recv_hook=True` waits for; call it once."""
-
-    def __init__(
-        self, receive: Callable[[PendingReceive], None], pending: PendingReceive, owner: object
-    ) -> None:
-        self._receive = receive
-        self._pending = pending
-        self._owner = owner
-
-    def __call__(self) -> None:
-        """Enqueues the receive phase on the stream that was current at the call.
-
-        A later operation of the buffer has done so already; then this raises what went wrong there.
-
-        Raises:
-            EPUsageError: called before, or after `Buffer.abandon_hook()` or `destroy()`.
-            EPTimeoutError, EPArgumentError, EPTransportError: like the call itself.
-        """
-        self._receive(self._pending)

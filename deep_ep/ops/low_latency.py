@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import torch
 
@@ -19,7 +19,7 @@ from deep_ep.errors import EPUsageError
 from deep_ep.native import backend
 from deep_ep.observe import parts
 from deep_ep.ops import pointers
-from deep_ep.ops.hooks import PendingReceive, ReceiveHook
+from deep_ep.ops.hooks import PendingReceive
 from deep_ep.types.event import EventHandle, EventOverlap
 from deep_ep.types.handles import LowLatencyHandle
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from deep_ep.ops.communicator import Communicator
 
 Tensor = torch.Tensor
+# What receives, where a call is asked for it; see `Buffer.low_latency_dispatch`.
+Hook = Optional[Callable[[], None]]
 # What one operation reads and writes, as the native runtime calls it: it lives until that is done.
 Used = dict[str, Optional[Tensor]]
 # Sizes and flags, as it takes them.
@@ -93,9 +95,7 @@ class LowLatency:
 
     def dispatch(
         self, call: LowLatencyDispatch
-    ) -> tuple[
-        Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, ReceiveHook | None
-    ]:
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook]:
         """See `Buffer.low_latency_dispatch`."""
         communicator = self._communicator
         with communicator.lock, parts.marked(communicator, DISPATCH):
@@ -124,7 +124,7 @@ class LowLatency:
         handle = LowLatencyHandle(src_info, layout_range, *plan.shape.sizes)
         return recv_x if scales is None else (recv_x, scales), recv_count, handle, event, hook
 
-    def combine(self, call: LowLatencyCombine) -> tuple[Tensor, EventOverlap, ReceiveHook | None]:
+    def combine(self, call: LowLatencyCombine) -> tuple[Tensor, EventOverlap, Hook]:
         """See `Buffer.low_latency_combine`."""
         communicator = self._communicator
         with communicator.lock, parts.marked(communicator, COMBINE):
@@ -200,7 +200,7 @@ class LowLatency:
         tensors: Used,
         numbers: Numbers,
         handle: Tensor | None = None,
-    ) -> tuple[EventOverlap, ReceiveHook | None]:
+    ) -> tuple[EventOverlap, Hook]:
         """Runs an operation, or its send phase.
 
         Args:
@@ -227,7 +227,7 @@ class LowLatency:
             receive = functools.partial(run, **arguments, phases=binding.PHASE_RECEIVE)
             pending = PendingReceive(name, receive, (tensors, counters), handle)
             communicator.open_hooks.append(pending)
-            return EventOverlap(), pending.hook_for(communicator.receive, self._owner())
+            return EventOverlap(), pending.hook_of(self._owner())
         comm = runtime.get_comm_stream()
         back.wait_stream(comm, current, communicator.stream_event)
         phases = binding.PHASE_SEND | binding.PHASE_RECEIVE
