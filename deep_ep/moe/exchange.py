@@ -12,9 +12,9 @@ from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPArgumentError
 from deep_ep.moe import ops, steps
 from deep_ep.moe.awaited import AwaitedTensor
-from deep_ep.moe.quantization import GROUP
 from deep_ep.moe.steps import Options, Way
 from deep_ep.types.bounds import integer
+from deep_ep.utils.math import GROUP
 
 Tensor = torch.Tensor
 

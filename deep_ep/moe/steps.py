@@ -14,9 +14,9 @@ import torch
 from deep_ep.buffer import Buffer
 from deep_ep.moe import permutation as permuting
 from deep_ep.moe.permutation import Permutation
-from deep_ep.moe.quantization import dequantize, quantize
 from deep_ep.observe import parts
 from deep_ep.types.event import EventOverlap
+from deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
 
 Tensor = torch.Tensor
 
@@ -92,7 +92,7 @@ def prepare(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
 ) -> Prepared:
     """All of a dispatch that needs no other rank."""
-    rows = quantize(x) if options.fp8 else x
+    rows = per_token_cast_to_fp8(x) if options.fp8 else x
     return Prepared(rows, routing(buffer, topk_idx, topk_weights, options.num_experts))
 
 
@@ -138,9 +138,7 @@ def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Arrived:
             permutation = permuting.by_expert(sent.topk_idx, num_per_expert, alignment)
             # Still in FP8, which saves a copy of what is twice as large.
             received = [permuting.gather(each, permutation) for each in received]
-    rows = received[0]
-    if options.fp8:
-        rows = dequantize(rows, received[1], torch.bfloat16)
+    rows = per_token_cast_back(*received) if options.fp8 else received[0]
     way = Way(sent.handle, len(sent.topk_idx), permutation)
     padded = permuting.aligned(num_per_expert, alignment)
     return Arrived(rows, sent.topk_idx, sent.topk_weights, padded, way)

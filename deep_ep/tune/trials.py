@@ -13,8 +13,8 @@ import torch
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPArgumentError
 from deep_ep.moe import steps
-from deep_ep.moe.quantization import quantize
 from deep_ep.types.config import ELEMENT_BYTES, Config, largest_hints
+from deep_ep.utils.math import per_token_cast_to_fp8
 
 NVL_STEP, RDMA_STEP = "num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_send_tokens"
 # Tokens of a step over NVLink and of a request over RDMA that are tried. Whatever is asked for, a step of a GPU moves
@@ -118,7 +118,7 @@ class Exchange:
         scores = torch.rand(model.tokens, model.experts, generator=generator)
         self._topk_idx = scores.topk(model.topk, dim=1).indices.to(self._device)
         self._weights = torch.rand(self._topk_idx.shape, generator=generator).to(self._device)
-        self._x = quantize(x.to(self._device)) if model.fp8 else x.to(self._device)
+        self._x = per_token_cast_to_fp8(x.to(self._device)) if model.fp8 else x.to(self._device)
 
     def num_nodes(self) -> int:
         """Of the group."""

@@ -1,4 +1,4 @@
-"""`deep_ep.utils.math`: what tests and benchmarks written for DeepEP compute with."""
+"""`deep_ep.utils.math`: what tests and benchmarks written for DeepEP compute with, and FP8 rows as `deep_ep.moe` sends them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 # The FP8 format of these helpers: channels that share a scale, the largest e4m3 value, and the least
 # maximum of a group, which keeps the scale of zeros finite.
-_GROUP, _FP8_MAX, _LEAST_AMAX = 128, 448.0, 1e-4
+GROUP, _FP8_MAX, _LEAST_AMAX = 128, 448.0, 1e-4
 # In float32 or float64 at a time: all rows at once would be several times their own size.
-_ROWS, _ELEMENTS = 1024, 1 << 22
+_ROWS, _ELEMENTS = 4096, 1 << 22
 
 
 def align(x: int, alignment: int) -> int:
@@ -63,11 +63,10 @@ def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         data: [num_tokens, hidden] float8_e4m3fn, contiguous.
         scales: [num_tokens, ceil(hidden / 128)] float32; `x` is about data * scale.
     """
-    hidden = x.shape[1]
-    groups = torch.unflatten(F.pad(x.float(), (0, -hidden % _GROUP)), 1, (-1, _GROUP))
+    groups = _groups(x)
     amax = groups.abs().amax(2).clamp(min=_LEAST_AMAX)
     data = (groups * (_FP8_MAX / amax).unsqueeze(2)).to(torch.float8_e4m3fn)
-    return data.flatten(1)[:, :hidden].contiguous(), amax / _FP8_MAX
+    return data.flatten(1)[:, : x.shape[1]].contiguous(), amax / _FP8_MAX
 
 
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Tensor:
@@ -84,8 +83,17 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Te
     for out, data, scales in zip(
         *(torch.split(of_all, _ROWS) for of_all in (rows, x_fp8, x_scales))
     ):
-        out.copy_(data.float() * scales.repeat_interleave(_GROUP, 1)[:, : x_fp8.shape[1]])
+        groups = _groups(data)
+        groups *= scales[:, : groups.shape[1], None]
+        out.copy_(groups.flatten(1)[:, : x_fp8.shape[1]])
     return rows
+
+
+def _groups(x: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, ceil(hidden / 128), 128] float32, a copy, with zeros behind the last channel."""
+    missing = -x.shape[1] % GROUP
+    padded = F.pad(x.float(), (0, missing)) if missing else x.to(torch.float32, copy=True)
+    return torch.unflatten(padded, 1, (-1, GROUP))
 
 
 def inplace_unique(x: torch.Tensor, num_slots: int) -> None:

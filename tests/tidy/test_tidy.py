@@ -50,9 +50,12 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         },
         "diagnose": {"errors", "base", "hang", "membership", "observe"},
         "integrations": {"diagnose"},
-        "moe": {"errors", "base", "testing", "types", "observe", "checks", "ops", "buffer"},
+        "moe": {
+            *("errors", "base", "testing", "types", "observe", "checks", "ops", "buffer"),
+            "utils",
+        },
         "doctor": {"errors", "base", "testing", "native", "buffer", "buffers", "diagnose"},
-        "tune": {"errors", "base", "native", "types", "buffer", "moe", "doctor"},
+        "tune": {"errors", "base", "native", "types", "buffer", "utils", "moe", "doctor"},
     },
     "deep_ep/diagnose": {
         "core": set(),
