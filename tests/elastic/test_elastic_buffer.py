@@ -21,7 +21,7 @@ from support.elastic_exchange import (
     assert_sums,
     elastic_ranks,
     exchange_and_check,
-    expect,
+    exchange_of,
     make_inputs,
     run_cached_dispatch,
     run_combine,
@@ -182,20 +182,14 @@ def test_handles_are_used_again_and_in_any_order(groups: SharedGroups, setup: Se
     """Two of each layout alive at once: cached dispatches and combines of each, forth and back."""
     modes = (COMPACT, EXPANDED, replace(EXPANDED, do_cpu_sync=False), COMPACT)
     shapes = [replace(FOUR, seed=seed) for seed in range(len(modes))]
-    inputs = [make_inputs(shape, mode) for shape, mode in zip(shapes, modes)]
-    expected = [expect(*each) for each in zip(inputs, shapes, modes)]
+    all_four = [exchange_of(setup, shape, mode) for shape, mode in zip(shapes, modes)]
 
     def run(rank: int, buffer: Any) -> list[tuple[Tensor, Tensor]]:
-        handles = [
-            run_dispatch(buffer, inputs[i][rank], shapes[i], modes[i])[-1]
-            for i in range(len(modes))
-        ]
+        handles = [run_dispatch(of, buffer)[-1] for of in all_four]
         out = []
         for i in (3, 0, 2, 1, 1, 2, 0, 3):
-            recv_x, _, _ = run_cached_dispatch(buffer, inputs[i][rank], handles[i], modes[i])
-            combined, _ = run_combine(
-                buffer, expected[i].ys[rank], handles[i], inputs[i][rank].biases, None, modes[i]
-            )
+            recv_x, _, _ = run_cached_dispatch(all_four[i], buffer, handles[i])
+            combined, _ = run_combine(all_four[i], buffer, handles[i], all_four[i].ys[rank])
             out.append((recv_x, combined))
         return out
 
@@ -204,20 +198,19 @@ def test_handles_are_used_again_and_in_any_order(groups: SharedGroups, setup: Se
             assert_same_bytes(first[1], again[1], "combined")
     for rank, forth_and_back in enumerate(groups.run(setup, run)):
         for i, (recv_x, combined) in zip((3, 0, 2, 1), forth_and_back):
-            sent, where = [one.cached_x for one in inputs[i]], f"rank {rank}, handle {i}"
-            assert_rows(recv_x, sent, rank, expected[i], modes[i], where)
-            assert_sums(combined, rank, inputs[i], expected[i], setup, modes[i])
+            of = all_four[i]
+            assert_rows(of, recv_x, [o.cached_x for o in of.inputs], rank, f"{rank}, handle {i}")
+            assert_sums(of, combined, rank)
 
 
 @both_layouts
 def test_cached_dispatch_moves_rows_with_scales(groups: SharedGroups, mode: Mode) -> None:
     """Of another kind than the rows of the first one."""
-    inputs = make_inputs(FOUR, mode)
+    of = exchange_of(ONE_NODE, FOUR, mode)
     fp8 = make_inputs(FOUR, FP8)
-    expected = expect(inputs, FOUR, mode)
 
     def run(rank: int, buffer: Any) -> tuple[Tensor, Tensor]:
-        *_, handle = run_dispatch(buffer, inputs[rank], FOUR, mode)
+        *_, handle = run_dispatch(of, buffer)
         scales = fp8[rank].scales
         assert scales is not None
         (rows, recv_scales), *_ = buffer.dispatch(
@@ -230,20 +223,19 @@ def test_cached_dispatch_moves_rows_with_scales(groups: SharedGroups, mode: Mode
         return rows, recv_scales
 
     for rank, (rows, scales) in enumerate(groups.run(ONE_NODE, run)):
-        assert_rows(rows, [one.x for one in fp8], rank, expected, mode, f"rank {rank}")
+        assert_rows(of, rows, [one.x for one in fp8], rank, f"rank {rank}")
         sent = [one.scales for one in fp8 if one.scales is not None]
-        assert_rows(scales, sent, rank, expected, mode, f"rank {rank}, scales")
+        assert_rows(of, scales, sent, rank, f"rank {rank}, scales")
 
 
 @both_layouts
 def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups, mode: Mode) -> None:
-    mode = replace(mode, expert_alignment=4)
-    inputs = make_inputs(FOUR, mode)
+    of = exchange_of(ONE_NODE, FOUR, replace(mode, expert_alignment=4))
     padding = {"do_zero_padding": mode.do_expand}
 
     def run(rank: int, buffer: Any) -> None:
-        *_, handle = run_dispatch(buffer, inputs[rank], FOUR, mode)
-        x = inputs[rank].x.to(DEVICE)
+        *_, handle = run_dispatch(of, buffer)
+        x = of.inputs[rank].x.to(DEVICE)
         agreeing = {
             "num_experts": FOUR.num_experts,
             "num_max_tokens_per_rank": MAX_TOKENS,
@@ -261,7 +253,7 @@ def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups, m
             {"expert_alignment": 8},
             {"do_cpu_sync": True},
             {"do_expand": not mode.do_expand},
-            {"topk_idx": inputs[rank].topk_idx.to(DEVICE)},
+            {"topk_idx": of.inputs[rank].topk_idx.to(DEVICE)},
         ):
             with pytest.raises(AssertionError, match=next(iter(wrong))):
                 buffer.dispatch(x, handle=handle, **wrong)
@@ -275,17 +267,14 @@ def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups, m
 
 
 def test_cached_dispatch_does_not_count_again(groups: SharedGroups) -> None:
-    inputs = make_inputs(FOUR, EXPANDED)
+    of = exchange_of(ONE_NODE, FOUR, EXPANDED)
 
     def run(rank: int, buffer: Any) -> None:
         stats = torch.zeros(FOUR.num_local_experts, dtype=torch.int32, device=DEVICE)
-        *_, handle = run_dispatch(
-            buffer, inputs[rank], FOUR, EXPANDED, cumulative_local_expert_recv_stats=stats
-        )
+        *_, handle = run_dispatch(of, buffer, cumulative_local_expert_recv_stats=stats)
         counted = stats.tolist()
-        buffer.dispatch(
-            inputs[rank].x.to(DEVICE), handle=handle, cumulative_local_expert_recv_stats=stats
-        )
+        x = of.inputs[rank].x.to(DEVICE)
+        buffer.dispatch(x, handle=handle, cumulative_local_expert_recv_stats=stats)
         assert stats.tolist() == counted == handle.num_unaligned_recv_tokens_per_expert.tolist()
 
     groups.run(ONE_NODE, run)
@@ -293,10 +282,10 @@ def test_cached_dispatch_does_not_count_again(groups: SharedGroups) -> None:
 
 def test_a_handle_can_be_changed_and_holds_no_rows(groups: SharedGroups) -> None:
     shape = shape_of((8, 8, 8, 8), HIDDEN, 8, 2, dropped=0.0)
-    inputs = make_inputs(shape, EXPANDED)
+    of = exchange_of(ONE_NODE, shape, EXPANDED)
 
     def run(rank: int, buffer: Any) -> None:
-        recv_x, _, _, handle = run_dispatch(buffer, inputs[rank], shape, EXPANDED)
+        recv_x, _, _, handle = run_dispatch(of, buffer)
         handle.recv_src_metadata = handle.recv_src_metadata[:1]
         assert len(handle.recv_src_metadata) == 1
         held = [value for value in vars(handle).values() if isinstance(value, Tensor)]
@@ -311,21 +300,17 @@ def test_rows_lie_in_slabs_where_experts_have_a_capacity(
     groups: SharedGroups, do_cpu_sync: bool
 ) -> None:
     """As a masked grouped GEMM takes them: a view, without copying."""
-    inputs = make_inputs(FOUR, EXPANDED)
-    arrivals = expect(inputs, FOUR, EXPANDED).arrivals
+    of = exchange_of(ONE_NODE, FOUR, replace(EXPANDED, do_cpu_sync=do_cpu_sync))
+    arrivals, inputs = of.arrivals, of.inputs
     capacity, num_experts = 4 * MAX_TOKENS, FOUR.num_local_experts
 
     def run(rank: int, buffer: Any) -> tuple[Tensor, Tensor]:
-        recv_x, _, _, handle = run_dispatch(
-            *(buffer, inputs[rank], FOUR, replace(EXPANDED, do_cpu_sync=do_cpu_sync)),
-            expert_capacity=capacity,
-        )
-        again = buffer.dispatch(inputs[rank].x.to(DEVICE), handle=handle, expert_capacity=capacity)[
-            0
-        ]
+        recv_x, _, _, handle = run_dispatch(of, buffer, expert_capacity=capacity)
+        x = inputs[rank].x.to(DEVICE)
+        again = buffer.dispatch(x, handle=handle, expert_capacity=capacity)[0]
         assert again.shape == recv_x.shape
         with pytest.raises(AssertionError, match="expert_capacity"):
-            buffer.dispatch(inputs[rank].x.to(DEVICE), handle=handle, expert_capacity=capacity + 1)
+            buffer.dispatch(x, handle=handle, expert_capacity=capacity + 1)
         return recv_x.view(num_experts, capacity, -1), handle.num_unaligned_recv_tokens_per_expert
 
     for rank, (slabs, counts) in enumerate(groups.run(ONE_NODE, run)):
@@ -356,8 +341,8 @@ def test_a_capacity_that_does_not_suffice_is_told_where_it_is_passed(groups: Sha
 @both_layouts
 def test_what_a_caller_writes_over_changes_no_later_call(groups: SharedGroups, mode: Mode) -> None:
     """Top-k that went in and all that came out are the caller's; programs number experts anew in place."""
-    inputs = make_inputs(FOUR, mode)
-    expected = expect(inputs, FOUR, mode)
+    of = exchange_of(TWO_NODES, FOUR, mode)
+    inputs = of.inputs
 
     def run(rank: int, buffer: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         topk_idx = inputs[rank].topk_idx.to(DEVICE).clone()
@@ -372,24 +357,23 @@ def test_what_a_caller_writes_over_changes_no_later_call(groups: SharedGroups, m
         for tensor in (topk_idx, weights, recv_x, recv_topk_idx, recv_weights):
             if tensor is not None:
                 tensor.zero_()
-        y = expected.ys[rank].to(DEVICE)
-        combined, _, _ = buffer.combine(y, handle)
+        combined, _, _ = buffer.combine(of.ys[rank].to(DEVICE), handle)
         cached, recv_topk_idx, _, _, _ = buffer.dispatch(inputs[rank].x.to(DEVICE), handle=handle)
         return combined, cached, recv_topk_idx
 
     for rank, (combined, cached, recv_topk_idx) in enumerate(groups.run(TWO_NODES, run)):
-        assert_sums(combined, rank, inputs, expected, TWO_NODES, mode)
-        assert_rows(cached, [one.x for one in inputs], rank, expected, mode, f"rank {rank}")
+        assert_sums(of, combined, rank)
+        assert_rows(of, cached, [one.x for one in inputs], rank, f"rank {rank}")
         if recv_topk_idx is not None:
-            assert recv_topk_idx.tolist() == expected.arrivals[rank].topk_idx.tolist()
+            assert recv_topk_idx.tolist() == of.arrivals[rank].topk_idx.tolist()
 
 
 @both_layouts
 @pytest.mark.parametrize("guard", ["inference_mode", "no_grad", "enable_grad"])
 def test_calls_work_whatever_torch_records(groups: SharedGroups, mode: Mode, guard: str) -> None:
     """Outputs belong to no graph, also of inputs that require gradients."""
-    inputs = make_inputs(FOUR, mode)
-    expected = expect(inputs, FOUR, mode)
+    of = exchange_of(ONE_NODE, FOUR, mode)
+    inputs = of.inputs
 
     def run(rank: int, buffer: Any) -> None:
         with getattr(torch, guard)():
@@ -402,7 +386,7 @@ def test_calls_work_whatever_torch_records(groups: SharedGroups, mode: Mode, gua
                 num_experts=FOUR.num_experts,
                 do_expand=mode.do_expand,
             )
-            y = expected.ys[rank].to(DEVICE).requires_grad_(guard == "enable_grad")
+            y = of.ys[rank].to(DEVICE).requires_grad_(guard == "enable_grad")
             combined, back, _ = buffer.combine(y, handle, topk_weights=recv_weights)
             cached, *_ = buffer.dispatch(x, handle=handle)
         assert not any(t.requires_grad for t in (recv_x, recv_weights, combined, back, cached))

@@ -16,17 +16,14 @@ from hypothesis import strategies as st
 import deep_ep
 from deep_ep.native import backend
 from support.elastic_exchange import (
-    Expected,
-    Inputs,
+    Exchange,
     Mode,
     Outputs,
     Setup,
     assert_outputs,
     assert_sums,
     elastic_ranks,
-    expect,
-    make_inputs,
-    max_tokens_of,
+    exchange_of,
     run_dispatch,
 )
 from support.launch import RankThreads
@@ -75,15 +72,9 @@ def in_v2_s_words(call: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-def exchange(
-    program: Program,
-    buffer: Any,
-    inputs: Inputs,
-    expected: Expected,
-    mode: Mode,
-    ways: Sequence[Way],
-) -> Outputs:
+def exchange(program: Program, buffer: Any, of: Exchange, ways: Sequence[Way]) -> Outputs:
     """Dispatch, dispatch with its handle, combine. Nothing is kept longer than it is needed."""
+    mode, inputs = of.mode, of.inputs[buffer.rank_idx]
     program.go_to(ways[0])
     x, scales, topk_idx, weights = program.copies(
         [inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights]
@@ -92,7 +83,7 @@ def exchange(
     dispatch = partial(
         buffer.dispatch,
         x if scales is None else (x, scales),
-        *(topk_idx, weights, stats, SHAPE.num_experts, max_tokens_of(SHAPE, mode)),
+        *(topk_idx, weights, stats, SHAPE.num_experts, of.num_max_tokens),
         mode.alignment,
         do_cpu_sync=mode.do_cpu_sync,
         do_expand=mode.do_expand,
@@ -121,7 +112,7 @@ def exchange(
     program.wait()
     cached = program.copies(tuple(cached))
     y, weights, biases = program.copies(
-        [expected.ys[buffer.rank_idx], expected.weights[buffer.rank_idx], inputs.biases]
+        [of.ys[buffer.rank_idx], of.weights[buffer.rank_idx], inputs.biases]
     )
     combine = partial(
         buffer.combine, y, handle, weights, biases[0] if len(biases) == 1 else tuple(biases)
@@ -133,22 +124,17 @@ def exchange(
 
 
 def give_up(
-    program: Program,
-    buffer: Any,
-    inputs: Inputs,
-    expected: Expected,
-    mode: Mode,
-    ways: Sequence[Way],
-    combines: bool,
+    program: Program, buffer: Any, of: Exchange, ways: Sequence[Way], combines: bool
 ) -> None:
     """Dispatch, then combine or cached dispatch, by a program that waits for nothing."""
+    mode, inputs = of.mode, of.inputs[buffer.rank_idx]
     program.go_to(ways[0])
     x, topk_idx, weights, again = program.copies(
         [
             inputs.x,
             inputs.topk_idx,
             inputs.topk_weights,
-            expected.ys[buffer.rank_idx] if combines else inputs.cached_x,
+            of.ys[buffer.rank_idx] if combines else inputs.cached_x,
         ]
     )
     dispatch = partial(
@@ -180,18 +166,16 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
 
 def check(group: Group, mode: Mode, ways: Sequence[Way]) -> None:
     ranks, selected, setup = group
-    inputs = make_inputs(SHAPE, mode)
-    expected = expect(inputs, SHAPE, mode)
+    of = exchange_of(setup, SHAPE, mode)
 
     def run(rank: int, buffer: Any) -> tuple[Outputs, list[str]]:
         with tracked(selected, buffer.buffer) as tracker:
-            program = Program(selected, tracker)
-            outputs = exchange(program, buffer, inputs[rank], expected, mode, ways)
+            outputs = exchange(Program(selected, tracker), buffer, of, ways)
         return outputs, tracker.races
 
     for rank, (outputs, races) in enumerate(ranks.run(run)):
         assert not races
-        assert_outputs(outputs, rank, inputs, expected, setup, SHAPE, mode)
+        assert_outputs(of, outputs, rank)
 
 
 modes = pytest.mark.parametrize("mode", MODES, ids=["compact", "expanded", "expanded, worst case"])
@@ -206,18 +190,15 @@ def test_calls_that_are_all_made_alike(group: Group, mode: Mode) -> None:
 
 @modes
 def test_results_that_nobody_waits_for(group: Group, mode: Mode) -> None:
-    ranks, selected, _ = group
-    mode = replace(mode, expert_alignment=None, spare_tokens=None)
-    inputs = make_inputs(SHAPE, mode)
-    expected = expect(inputs, SHAPE, mode)
+    ranks, selected, setup = group
+    of = exchange_of(setup, SHAPE, replace(mode, expert_alignment=None, spare_tokens=None))
 
     def run(rank: int, buffer: Any) -> list[str]:
         races = []
         for first, second, combines in itertools.product(WAYS[::2], WAYS, (False, True)):
             with tracked(selected, buffer.buffer) as tracker:
-                program = Program(selected, tracker)
                 ways = first, second._replace(elsewhere=True)
-                give_up(program, buffer, inputs[rank], expected, mode, ways, combines)
+                give_up(Program(selected, tracker), buffer, of, ways, combines)
             races += [f"{ways}: {race}" for race in tracker.races]
         return races
 
@@ -229,16 +210,14 @@ def test_results_that_nobody_waits_for(group: Group, mode: Mode) -> None:
 def test_a_bias_may_be_ready_for_the_epilogue_alone(group: Group, mode: Mode) -> None:
     """As that of an expert whose rows a program computes while the others' are on their way."""
     ranks, selected, setup = group
-    mode = replace(mode, num_biases=1)
-    inputs = make_inputs(SHAPE, mode)
-    expected = expect(inputs, SHAPE, mode)
+    of = exchange_of(setup, SHAPE, replace(mode, num_biases=1))
 
     def run(rank: int, buffer: Any) -> tuple[Tensor, list[str]]:
         with tracked(selected, buffer.buffer) as tracker:
-            *_, handle = run_dispatch(buffer, inputs[rank], SHAPE, mode)
-            y = expected.ys[rank].clone()
+            *_, handle = run_dispatch(of, buffer)
+            y = of.ys[rank].clone()
             before = buffer.capture()
-            bias = inputs[rank].biases[0].clone()
+            bias = of.inputs[rank].biases[0].clone()
             combined, _, event = buffer.combine(
                 y,
                 handle,
@@ -255,7 +234,7 @@ def test_a_bias_may_be_ready_for_the_epilogue_alone(group: Group, mode: Mode) ->
 
     for rank, (combined, races) in enumerate(ranks.run(run)):
         assert not races
-        assert_sums(combined, rank, inputs, expected, setup, mode)
+        assert_sums(of, combined, rank)
 
 
 ANY_WAY = st.builds(

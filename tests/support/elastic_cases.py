@@ -12,7 +12,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,13 @@ from deep_ep.utils.math import per_token_cast_to_fp8
 from deep_ep.utils.testing import seconds
 from support import elastic_reference as reference
 from support.elastic_exchange import (
-    Expected,
+    Exchange,
     Inputs,
     Mode,
     Outputs,
     Setup,
-    assert_cached,
-    assert_handle,
+    assert_dispatched,
     assert_received,
-    assert_stats,
     places_of,
     run_cached_dispatch,
     run_combine,
@@ -56,14 +54,6 @@ TIMED_ROUNDS = 30 if DEVICE == "cuda" else 3
 SIZES = (4096, 7168, 6, 256) if DEVICE == "cuda" else (64, 1024, 6, 32)
 # Of the original's combinations in their order every so manieth, where not all are asked for.
 STRIDE = 29
-
-
-class Problem(NamedTuple):
-    """What all ranks send, and what that makes; the same on every rank."""
-
-    shape: Shape
-    inputs: list[Inputs]
-    setup: Setup
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -187,8 +177,8 @@ def draw_routing(
     )
 
 
-def make_problem(setup: Setup, args: argparse.Namespace, seed: int, mode: Mode) -> Problem:
-    """Each rank has one token less than the one before it."""
+def make_problem(setup: Setup, args: argparse.Namespace, seed: int, mode: Mode) -> Exchange:
+    """What all ranks send, the same on every rank: each has one token less than the one before it."""
     inputs = []
     for rank in range(setup.num_ranks):
         generator = torch.Generator(DEVICE).manual_seed(seed + rank)
@@ -206,7 +196,7 @@ def make_problem(setup: Setup, args: argparse.Namespace, seed: int, mode: Mode) 
         inputs.append(Inputs(x, scales, topk_idx, weights, x, weights, biases))
     num_tokens_of = tuple(len(one.topk_idx) for one in inputs)
     sizes = args.num_tokens, args.hidden, args.num_experts, args.num_topk
-    return Problem(Shape(num_tokens_of, *sizes), inputs, setup)
+    return places_of(setup, Shape(num_tokens_of, *sizes), mode, inputs)
 
 
 def contributions(sources: Tensor, column: int, num_topk: int, hidden: int) -> Tensor:
@@ -224,68 +214,65 @@ def contributions(sources: Tensor, column: int, num_topk: int, hidden: int) -> T
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def check(buffer: Any, problem: Problem, args: argparse.Namespace, mode: Mode) -> Tensor:
+def check(buffer: Any, problem: Exchange, args: argparse.Namespace) -> Tensor:
     """All calls in one way, all results of this rank exact; returns the rows, for comparison."""
-    rank, shape = buffer.rank_idx, problem.shape
-    mine = problem.inputs[rank]
+    rank, mode = buffer.rank_idx, replace(problem.mode, cached_weights=True)
     digest = []
     for layout in (
         mode,
         replace(mode, do_expand=True, is_tma_aligned=bool(mode.scales), do_zero_padding=True),
     ):
-        expected = places_of(problem.inputs, shape, layout)
-        counted = torch.arange(shape.num_local_experts, dtype=torch.int32, device=DEVICE)
+        of = with_mode(problem, layout)
+        counted = torch.arange(of.shape.num_local_experts, dtype=torch.int32, device=DEVICE)
         sms = {"num_sms": args.num_sms, "num_qps": args.num_qps}
         *received, handle = run_dispatch(
-            buffer, mine, shape, layout, cumulative_local_expert_recv_stats=counted, **sms
+            of, buffer, cumulative_local_expert_recv_stats=counted, **sms
         )
-        again, _, weights_again, _ = run_dispatch(buffer, mine, shape, layout, **sms)
-        cached = run_cached_dispatch(buffer, mine, handle, replace(layout, cached_weights=True))
-        returned = returned_rows(rank, expected, layout, args)
-        combined, back = run_combine(buffer, returned, handle, mine.biases, received[2], layout)
+        again, _, weights_again, _ = run_dispatch(of, buffer, **sms)
+        cached = run_cached_dispatch(of, buffer, handle)
+        combined, back = run_combine(of, buffer, handle, returned_rows(rank, of), received[2])
 
         got = Outputs(*received, handle, counted, *cached, combined, back)
-        assert_received(got, rank, problem.inputs, expected, layout)
-        repeated = got._replace(recv_x=again, recv_topk_weights=weights_again)
-        assert_received(repeated, rank, problem.inputs, expected, layout)
-        assert_handle(handle, rank, mine, expected, problem.setup, shape, layout)
-        assert_stats(counted, expected.arrivals[rank], layout)
-        assert_cached(got, rank, problem.inputs, expected, replace(layout, cached_weights=True))
-        check_combined(got, rank, mine, expected, problem, layout)
+        assert_dispatched(of, got, rank)
+        assert_received(of, got._replace(recv_x=again, recv_topk_weights=weights_again), rank)
+        check_combined(got, rank, of)
         digest.append(combined)
     return bytes_of(torch.stack(digest))
 
 
-def returned_rows(rank: int, expected: Expected, mode: Mode, args: argparse.Namespace) -> Tensor:
+def with_mode(of: Exchange, mode: Mode) -> Exchange:
+    """The same inputs in another way."""
+    return places_of(of.setup, of.shape, mode, of.inputs)
+
+
+def returned_rows(rank: int, of: Exchange) -> Tensor:
     """What this rank's experts make of each pick, in compact rows added up and rounded."""
-    arrival, slots = expected.arrivals[rank], expected.slots[rank]
-    sources = reference.sources_of(arrival, expected.num_max_tokens)
-    rows = torch.full((expected.num_rows[rank], args.hidden), torch.nan, device=DEVICE)
+    arrival, slots, hidden = of.arrivals[rank], of.slots[rank], of.shape.hidden
+    sources = reference.sources_of(arrival, of.num_max_tokens)
+    rows = torch.full((of.num_rows[rank], hidden), torch.nan, device=DEVICE)
     rows = rows.bfloat16()
-    total = torch.zeros(len(sources), args.hidden, device=DEVICE)
-    for column in range(args.num_topk):
+    total = torch.zeros(len(sources), hidden, device=DEVICE)
+    for column in range(of.shape.num_topk):
         here = arrival.topk_idx[:, column] >= 0
-        values = contributions(sources[here], column, args.num_topk, args.hidden)
+        values = contributions(sources[here], column, of.shape.num_topk, hidden)
         total[here] += values
-        if mode.do_expand:
+        if of.mode.do_expand:
             rows[slots[here, column]] = values
-    if not mode.do_expand:
+    if not of.mode.do_expand:
         rows[: len(sources)] = total.bfloat16()
     return rows
 
 
-def check_combined(
-    got: Outputs, rank: int, mine: Inputs, expected: Expected, problem: Problem, mode: Mode
-) -> None:
+def check_combined(got: Outputs, rank: int, of: Exchange) -> None:
     """Sums in their order with their roundings; weights come back as they were sent."""
-    shape, setup = problem.shape, problem.setup
-    sources = rank * expected.num_max_tokens + torch.arange(len(mine.topk_idx), device=DEVICE)
+    shape, setup, mine = of.shape, of.setup, of.inputs[rank]
+    sources = rank * of.num_max_tokens + torch.arange(len(mine.topk_idx), device=DEVICE)
     values = torch.stack(
         [contributions(sources, k, shape.num_topk, shape.hidden) for k in range(shape.num_topk)],
         dim=1,
     )
     owners = mine.topk_idx.div(shape.num_local_experts, rounding_mode="floor")
-    how = reference.reduction(mode.do_expand, setup.allow_multiple_reduction, setup.num_domains)
+    how = reference.reduction(of.mode.do_expand, setup.allow_multiple_reduction, setup.num_domains)
     want = reference.add_up(values, owners, how, setup.num_scaleup_ranks, mine.biases)
     assert_same_bytes(got.combined, want, f"rank {rank}, combine")
     assert got.combined_weights is not None
@@ -297,31 +284,28 @@ def check_combined(
 
 
 def measure(
-    buffer: Any, group: dist.ProcessGroup, problem: Problem, args: argparse.Namespace, mode: Mode
+    buffer: Any, group: dist.ProcessGroup, problem: Exchange, args: argparse.Namespace
 ) -> None:
     """Prints the original's lines, without those parts that are no kernels of their own here. On the CPU
     backend these are times of ranks that share the machine's cores."""
-    rank, shape = buffer.rank_idx, problem.shape
+    rank, mode = buffer.rank_idx, problem.mode
     mine = problem.inputs[rank]
-    expanded = replace(mode, do_expand=True, is_tma_aligned=bool(mode.scales))
-    *_, handle = run_dispatch(buffer, mine, shape, mode)
-    *_, slots = run_dispatch(buffer, mine, shape, expanded)
-    expected = places_of(problem.inputs, shape, expanded)
-    num_so, num_su = traffic(rank, expected, problem, args)
+    expanded = with_mode(problem, replace(mode, do_expand=True, is_tma_aligned=bool(mode.scales)))
+    *_, handle = run_dispatch(problem, buffer)
+    *_, slots = run_dispatch(expanded, buffer)
+    num_so, num_su = traffic(rank, expanded, args)
     row_bytes = args.hidden * mine.x.element_size()
     if mine.scales is not None:
         row_bytes += mine.scales.shape[1] * mine.scales.element_size()
     y = torch.ones(handle.num_recv_tokens, args.hidden, dtype=torch.bfloat16, device=DEVICE)
     z = torch.ones(slots.num_expanded_tokens, args.hidden, dtype=torch.bfloat16, device=DEVICE)
     calls: tuple[tuple[str, str, int, Callable[[], object]], ...] = (
-        ("*", "dispatch", row_bytes, lambda: run_dispatch(buffer, mine, shape, mode)),
-        ("-", "dispatch", row_bytes, lambda: run_dispatch(buffer, mine, shape, expanded)),
-        ("#", "dispatch", row_bytes, lambda: run_cached_dispatch(buffer, mine, handle, mode)),
-        ("@", "combine", 2 * args.hidden,
-         lambda: run_combine(buffer, y, handle, mine.biases, None, mode)),
-        ("+", "combine", 2 * args.hidden,
-         lambda: run_combine(buffer, z, slots, mine.biases, None, expanded)),
-    )  # fmt: skip
+        ("*", "dispatch", row_bytes, lambda: run_dispatch(problem, buffer)),
+        ("-", "dispatch", row_bytes, lambda: run_dispatch(expanded, buffer)),
+        ("#", "dispatch", row_bytes, lambda: run_cached_dispatch(problem, buffer, handle)),
+        ("@", "combine", 2 * args.hidden, lambda: run_combine(problem, buffer, handle, y)),
+        ("+", "combine", 2 * args.hidden, lambda: run_combine(expanded, buffer, slots, z)),
+    )
     for mark, name, num_bytes, call in calls:
         call()
         dist.barrier(group)
@@ -336,16 +320,12 @@ def measure(
         report(buffer, "\n".join(lines))
 
 
-def traffic(
-    rank: int, expected: Expected, problem: Problem, args: argparse.Namespace
-) -> tuple[int, int]:
+def traffic(rank: int, of: Exchange, args: argparse.Namespace) -> tuple[int, int]:
     """Rows of this rank's tokens, one per scale-out domain; rows that it receives."""
-    setup = problem.setup
-    owners = problem.inputs[rank].topk_idx.div(
-        problem.shape.num_local_experts, rounding_mode="floor"
-    )
+    setup = of.setup
+    owners = of.inputs[rank].topk_idx.div(of.shape.num_local_experts, rounding_mode="floor")
     domains = owners.div(setup.num_scaleup_ranks, rounding_mode="floor")
-    sources = expected.arrivals[rank].sources
+    sources = of.arrivals[rank].sources
     own = rank // setup.num_scaleup_ranks if args.ignore_local_traffic else None
     sent = [int((domains == d).any(1).sum()) for d in range(setup.num_domains) if d != own]
     received = int((sources != rank).sum()) if args.ignore_local_traffic else len(sources)
@@ -393,9 +373,9 @@ def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.N
                 report(buffer, f" > Testing with {words_of(mode)} ...")
                 problem = make_problem(setup_of(buffer), args, args.seed, mode)
                 if not args.skip_check:
-                    check(buffer, problem, args, mode)
+                    check(buffer, problem, args)
                 if not args.skip_perf_test:
-                    measure(buffer, group, problem, args, mode)
+                    measure(buffer, group, problem, args)
     end_of_run(buffer, group, args, DIAGNOSE_ITERATIONS, iteration_of, observed=buffer.buffer)
 
 
@@ -453,6 +433,6 @@ def check_under_pressure(buffer: Any, group: dist.ProcessGroup, args: argparse.N
             buffer.destroy()
             buffer = make_buffer(group, args)
         problem = make_problem(setup_of(buffer), args, seed, mode)
-        first = check(buffer, problem, args, mode)
-        assert torch.equal(check(buffer, problem, args, mode), first), f"seed {seed}: other bytes"
+        first = check(buffer, problem, args)
+        assert torch.equal(check(buffer, problem, args), first), f"seed {seed}: other bytes"
     return buffer

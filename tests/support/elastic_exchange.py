@@ -100,9 +100,13 @@ class Inputs(NamedTuple):
     biases: tuple[Tensor, ...]  # [T, combine_hidden] bfloat16
 
 
-class Expected(NamedTuple):
-    """The reference's answer for all ranks, and what they put into combine."""
+class Exchange(NamedTuple):
+    """What all ranks exchange and how, the reference's answer, and what they put into combine."""
 
+    setup: Setup
+    shape: Shape
+    mode: Mode
+    inputs: Sequence[Inputs]
     num_max_tokens: int
     capacity: int | None
     arrivals: list[Received]
@@ -193,8 +197,11 @@ def summands(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return torch.where(is_large, large.sign() * 2**30, small).bfloat16()
 
 
-def places_of(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> Expected:
-    """Where rows are; without what is put into combine."""
+def places_of(
+    setup: Setup, shape: Shape, mode: Mode, inputs: Sequence[Inputs] | None = None
+) -> Exchange:
+    """Where rows are; without what is put into combine. Inputs are random unless given."""
+    inputs = inputs or make_inputs(shape, mode)
     num_max_tokens = max_tokens_of(shape, mode)
     arrivals = reference.route(
         [one.topk_idx for one in inputs], [one.topk_weights for one in inputs], shape.num_experts
@@ -217,14 +224,17 @@ def places_of(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> Expected:
         num_slots = [reference.expert_starts(one, mode.alignment, capacity)[-1] for one in arrivals]
     if mode.do_expand:
         num_rows = num_slots
-    return Expected(num_max_tokens, capacity, arrivals, slots, num_rows, num_slots, [], [])
+    given = setup, shape, mode, inputs, num_max_tokens, capacity
+    return Exchange(*given, arrivals, slots, num_rows, num_slots, [], [])
 
 
-def expect(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> Expected:
-    """What all ranks must get, and random rows and weights that they return."""
-    places = places_of(inputs, shape, mode)
+def exchange_of(
+    setup: Setup, shape: Shape, mode: Mode, inputs: Sequence[Inputs] | None = None
+) -> Exchange:
+    """The same, with random rows and weights that all ranks return."""
+    of = places_of(setup, shape, mode, inputs)
     generator = torch.Generator().manual_seed(shape.seed + 1)
-    for arrival, slots, rows in zip(places.arrivals, places.slots, places.num_rows):
+    for arrival, slots, rows in zip(of.arrivals, of.slots, of.num_rows):
         y = summands(rows, mode.combine_hidden, generator)
         size = (rows,) if mode.do_expand else (rows, shape.num_topk)
         weights = torch.randn(size, generator=generator)
@@ -234,50 +244,43 @@ def expect(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> Expected:
         weights[unread] = torch.nan
         if not mode.do_expand:
             weights[: len(arrival.tokens)][arrival.topk_idx < 0] = torch.nan
-        places.ys.append(y)
-        places.weights.append(weights)
-    return places
+        of.ys.append(y)
+        of.weights.append(weights)
+    return of
 
 
 # --- the calls ------------------------------------------------------------------------------------
 
 
-def run_exchange(
-    buffer: Any, inputs: Inputs, expected: Expected, shape: Shape, mode: Mode
-) -> Outputs:
+def run_exchange(of: Exchange, buffer: Any) -> Outputs:
     """All calls of one rank. What is dispatched is not awaited before it is checked, but combine
     takes what the reference expects."""
     stats = None
-    if mode.has_stats:
-        stats = torch.arange(shape.num_local_experts, dtype=torch.int32, device=DEVICE)
+    if of.mode.has_stats:
+        stats = torch.arange(of.shape.num_local_experts, dtype=torch.int32, device=DEVICE)
     soil_memory()
     *received, handle = run_dispatch(
-        *(buffer, inputs, shape, mode),
-        cumulative_local_expert_recv_stats=stats,
-        expert_capacity=expected.capacity,
+        of, buffer, cumulative_local_expert_recv_stats=stats, expert_capacity=of.capacity
     )
     stats = None if stats is None else stats.clone()
     soil_memory()
-    cached = run_cached_dispatch(buffer, inputs, handle, mode)
+    cached = run_cached_dispatch(of, buffer, handle)
     soil_memory()
-    ys, weights = expected.ys[buffer.rank_idx], expected.weights[buffer.rank_idx]
-    combined = run_combine(
-        buffer, ys, handle, inputs.biases, weights if mode.combine_weights else None, mode
-    )
+    weights = of.weights[buffer.rank_idx] if of.mode.combine_weights else None
+    combined = run_combine(of, buffer, handle, of.ys[buffer.rank_idx], weights)
     return Outputs(*received, handle, stats, *cached, *combined)
 
 
-def run_dispatch(
-    buffer: Any, inputs: Inputs, shape: Shape, mode: Mode, **arguments: Any
-) -> tuple[Any, ...]:
+def run_dispatch(of: Exchange, buffer: Any, **arguments: Any) -> tuple[Any, ...]:
     """What dispatch returned, without its event, finished. With spare_capacity, `expert_capacity` is to be given."""
+    mode, inputs = of.mode, of.inputs[buffer.rank_idx]
     x, topk_idx = inputs.x.to(DEVICE), inputs.topk_idx.to(DEVICE)
     *received, handle, event = buffer.dispatch(
         x if inputs.scales is None else (x, inputs.scales.to(DEVICE)),
         topk_idx=topk_idx,
         topk_weights=inputs.topk_weights.to(DEVICE) if mode.has_weights else None,
-        num_experts=shape.num_experts,
-        num_max_tokens_per_rank=None if mode.spare_tokens is None else max_tokens_of(shape, mode),
+        num_experts=of.shape.num_experts,
+        num_max_tokens_per_rank=None if mode.spare_tokens is None else of.num_max_tokens,
         expert_alignment=mode.expert_alignment,
         do_handle_copy=mode.do_handle_copy,
         do_cpu_sync=mode.do_cpu_sync,
@@ -294,8 +297,9 @@ def run_dispatch(
     return *received, handle
 
 
-def run_cached_dispatch(buffer: Any, inputs: Inputs, handle: Any, mode: Mode) -> tuple[Any, ...]:
+def run_cached_dispatch(of: Exchange, buffer: Any, handle: Any) -> tuple[Any, ...]:
     """Rows, top-k and weights of a second dispatch, which has a handle."""
+    mode, inputs = of.mode, of.inputs[buffer.rank_idx]
     recv_x, recv_topk_idx, recv_weights, same, event = buffer.dispatch(
         inputs.cached_x.to(DEVICE),
         topk_weights=inputs.cached_weights.to(DEVICE) if mode.cached_weights else None,
@@ -310,15 +314,11 @@ def run_cached_dispatch(buffer: Any, inputs: Inputs, handle: Any, mode: Mode) ->
 
 
 def run_combine(
-    buffer: Any,
-    y: Tensor,
-    handle: Any,
-    biases: tuple[Tensor, ...],
-    weights: Tensor | None,
-    mode: Mode,
+    of: Exchange, buffer: Any, handle: Any, y: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """One combine, finished when this returns."""
-    there = tuple(bias.to(DEVICE) for bias in biases)
+    mode, inputs = of.mode, of.inputs[buffer.rank_idx]
+    there = tuple(bias.to(DEVICE) for bias in inputs.biases)
     bias: Any = there
     if len(there) < 2:
         bias = there[0] if there else None
@@ -380,81 +380,65 @@ def exchange_and_check(
     inputs: Sequence[Inputs] | None = None,
 ) -> None:
     """All calls on all ranks; all results are the reference's. Inputs are random unless given."""
-    inputs = inputs or make_inputs(shape, mode)
-    expected = expect(inputs, shape, mode)
-    outputs: list[Outputs] = ranks.run(
-        lambda rank, buffer: run_exchange(buffer, inputs[rank], expected, shape, mode)
-    )
-    for rank, got in enumerate(outputs):
-        assert_outputs(got, rank, inputs, expected, setup, shape, mode)
+    of = exchange_of(setup, shape, mode, inputs)
+    for rank, got in enumerate(ranks.run(lambda _, buffer: run_exchange(of, buffer))):
+        assert_outputs(of, got, rank)
 
 
-def assert_outputs(
-    got: Outputs,
-    rank: int,
-    inputs: Sequence[Inputs],
-    expected: Expected,
-    setup: Setup,
-    shape: Shape,
-    mode: Mode,
-) -> None:
+def assert_outputs(of: Exchange, got: Outputs, rank: int) -> None:
     """All results of one rank are the reference's."""
-    assert_received(got, rank, inputs, expected, mode)
-    assert_handle(got.handle, rank, inputs[rank], expected, setup, shape, mode)
-    assert_stats(got.stats, expected.arrivals[rank], mode)
-    assert_cached(got, rank, inputs, expected, mode)
-    assert_combined(got, rank, inputs, expected, setup, mode)
+    assert_dispatched(of, got, rank)
+    assert_combined(of, got, rank)
 
 
-def assert_received(
-    got: Outputs, rank: int, inputs: Sequence[Inputs], expected: Expected, mode: Mode
-) -> None:
+def assert_dispatched(of: Exchange, got: Outputs, rank: int) -> None:
+    """All but what combine returned."""
+    assert_received(of, got, rank)
+    assert_handle(of, got.handle, rank)
+    assert_cached(of, got, rank)
+    if of.mode.has_stats:  # unaligned counts were added to what was there
+        assert got.stats is not None
+        assert got.stats.tolist() == [n + i for i, n in enumerate(of.arrivals[rank].counts)]
+
+
+def assert_received(of: Exchange, got: Outputs, rank: int) -> None:
     """What a fresh dispatch returned."""
-    where = f"rank {rank}"
+    where, mode = f"rank {rank}", of.mode
     recv_x, recv_scales = got.recv_x if mode.scales else (got.recv_x, None)
     assert isinstance(got.recv_x, tuple) == bool(mode.scales), where
-    assert_rows(recv_x, [one.x for one in inputs], rank, expected, mode, f"{where}, rows")
+    assert_rows(of, recv_x, [one.x for one in of.inputs], rank, f"{where}, rows")
     assert recv_x.is_contiguous(), where
     if mode.scales:
-        scales = [one.scales for one in inputs]
-        assert_rows(recv_scales, scales, rank, expected, mode, f"{where}, scales")
+        scales = [one.scales for one in of.inputs]
+        assert_rows(of, recv_scales, scales, rank, f"{where}, scales")
         assert_scale_strides(recv_scales, mode, where)
-    assert_topk_idx(got.recv_topk_idx, rank, expected, mode, where)
-    weights = [one.topk_weights for one in inputs] if mode.has_weights else None
-    assert_weights(got.recv_topk_weights, weights, rank, expected, mode, f"{where}, weights")
+    assert_topk_idx(of, got.recv_topk_idx, rank, where)
+    weights = [one.topk_weights for one in of.inputs] if mode.has_weights else None
+    assert_weights(of, got.recv_topk_weights, weights, rank, f"{where}, weights")
 
 
-def assert_rows(
-    got: Tensor, sent: Sequence[Any], rank: int, expected: Expected, mode: Mode, where: str
-) -> None:
-    """[rows, ...] whose real rows are those that were sent; with do_zero_padding gaps are zero bytes."""
+def assert_rows(of: Exchange, got: Tensor, sent: Sequence[Any], rank: int, where: str) -> None:
+    """[rows, ...] whose real rows are those that were sent, compact in front, expanded at their slots; with
+    do_zero_padding gaps are zero bytes."""
     assert got.dtype == sent[0].dtype, where
-    assert got.shape == (expected.num_rows[rank], sent[0].shape[1]), where
+    assert got.shape == (of.num_rows[rank], sent[0].shape[1]), where
     assert not got.requires_grad, where
-    assert_in_place(
-        got, reference.rows_of(sent, expected.arrivals[rank]), rank, expected, mode, where
-    )
-
-
-def assert_in_place(
-    got: Tensor, rows: Tensor, rank: int, expected: Expected, mode: Mode, where: str
-) -> None:
-    """The rows lie where they belong: compact in front, expanded at their slots."""
-    if not mode.do_expand:
+    rows = reference.rows_of(sent, of.arrivals[rank])
+    if not of.mode.do_expand:
         assert_same_bytes(got[: len(rows)], rows, where)
         return
-    slots = expected.slots[rank]
+    slots = of.slots[rank]
     row, column = (slots >= 0).nonzero(as_tuple=True)
     placed = rows_of([got], [slots[row, column].to(got.device)])
     assert_same_bytes(placed, rows_of([rows], [row]), where)
-    if mode.do_zero_padding:
-        gap = got[gaps_of(expected, rank, mode).to(got.device)]
+    if of.mode.do_zero_padding:
+        gap = got[gaps_of(of, rank).to(got.device)]
         assert_same_bytes(gap, torch.zeros_like(gap), f"{where}, gaps")
 
 
-def gaps_of(expected: Expected, rank: int, mode: Mode) -> Tensor:
+def gaps_of(of: Exchange, rank: int) -> Tensor:
     """[rows] int64: the slots between the real rows of an expert and the next expert."""
-    place = expected.arrivals[rank], mode.alignment, expected.capacity
+    place = of.arrivals[rank], of.mode.alignment, of.capacity
     starts, ends = reference.expert_starts(*place), reference.expert_ends(*place)
     return torch.cat([torch.arange(end, start) for end, start in zip(ends, starts[1:])])
 
@@ -466,81 +450,66 @@ def assert_scale_strides(scales: Tensor, mode: Mode, where: str) -> None:
         assert scales.stride() == want, where
 
 
-def assert_topk_idx(
-    got: Tensor | None, rank: int, expected: Expected, mode: Mode, where: str
-) -> None:
+def assert_topk_idx(of: Exchange, got: Tensor | None, rank: int, where: str) -> None:
     """Local experts, and -1 in rows that are nobody's."""
-    if mode.do_expand:
+    if of.mode.do_expand:
         assert got is None, where
         return
-    want = expected.arrivals[rank].topk_idx
+    want = of.arrivals[rank].topk_idx
     assert got is not None, where
     assert got.dtype == deep_ep.topk_idx_t, where
-    assert got.shape == (expected.num_rows[rank], want.shape[1]), where
+    assert got.shape == (of.num_rows[rank], want.shape[1]), where
     assert got[: len(want)].tolist() == want.tolist(), where
     assert (got[len(want) :] == -1).all(), f"{where}, tail"
 
 
 def assert_weights(
-    got: Tensor | None,
-    sent: Sequence[Tensor] | None,
-    rank: int,
-    expected: Expected,
-    mode: Mode,
-    where: str,
+    of: Exchange, got: Tensor | None, sent: Sequence[Tensor] | None, rank: int, where: str
 ) -> None:
     """Compact [rows, K], 0 where no local expert is; expanded [rows]."""
     if sent is None:
         assert got is None, where
         return
-    arrival = expected.arrivals[rank]
+    arrival = of.arrivals[rank]
     want = reference.rows_of(sent, arrival).masked_fill(arrival.topk_idx < 0, 0)
     assert got is not None, where
     assert got.dtype == torch.float32, where
-    if not mode.do_expand:
-        assert got.shape == (expected.num_rows[rank], want.shape[1]), where
+    if not of.mode.do_expand:
+        assert got.shape == (of.num_rows[rank], want.shape[1]), where
         assert_same_bytes(got[: len(want)], want, where)
         assert (got[len(want) :] == 0).all(), f"{where}, tail"
         return
-    slots = expected.slots[rank]
-    assert got.shape == (expected.num_rows[rank],), where
+    slots = of.slots[rank]
+    assert got.shape == (of.num_rows[rank],), where
     assert_same_bytes(got[slots[slots >= 0].to(got.device)], want[slots >= 0], where)
-    if mode.do_zero_padding:
-        gaps = gaps_of(expected, rank, mode).to(got.device)
+    if of.mode.do_zero_padding:
+        gaps = gaps_of(of, rank).to(got.device)
         assert (got[gaps] == 0).all(), f"{where}, gaps"
 
 
-def assert_handle(
-    handle: Any,
-    rank: int,
-    inputs: Inputs,
-    expected: Expected,
-    setup: Setup,
-    shape: Shape,
-    mode: Mode,
-) -> None:
+def assert_handle(of: Exchange, handle: Any, rank: int) -> None:
     """What programs read from a handle."""
     where = f"rank {rank}, handle"
-    arrival = expected.arrivals[rank]
+    setup, shape, mode, arrival = of.setup, of.shape, of.mode, of.arrivals[rank]
     is_exact = mode.do_cpu_sync is not False
     assert isinstance(handle, deep_ep.EPHandle), where
     assert handle.do_expand is mode.do_expand, where
     assert handle.num_experts == shape.num_experts, where
     assert handle.expert_alignment == mode.alignment, where
-    assert handle.num_max_tokens_per_rank == expected.num_max_tokens, where
+    assert handle.num_max_tokens_per_rank == of.num_max_tokens, where
     assert type(handle.num_sms) is int, where
     assert handle.num_sms > 0, where
-    num_rows = len(arrival.tokens) if is_exact else setup.num_ranks * expected.num_max_tokens
+    num_rows = len(arrival.tokens) if is_exact else setup.num_ranks * of.num_max_tokens
     assert handle.num_recv_tokens == num_rows, where
-    assert handle.num_expanded_tokens == expected.num_slots[rank], where
+    assert handle.num_expanded_tokens == of.num_slots[rank], where
     counts = reference.aligned_counts(arrival, mode.alignment) if is_exact else []
     assert handle.num_recv_tokens_per_expert_list == counts, where
     assert all(type(count) is int for count in handle.num_recv_tokens_per_expert_list), where
     assert handle.topk_idx.dtype == deep_ep.topk_idx_t, where
-    assert handle.topk_idx.tolist() == inputs.topk_idx.tolist(), where
+    assert handle.topk_idx.tolist() == of.inputs[rank].topk_idx.tolist(), where
     per_expert = reference.expert_starts(arrival, mode.alignment)[1:]
     if mode.do_expand:
-        per_expert = reference.expert_ends(arrival, mode.alignment, expected.capacity)
+        per_expert = reference.expert_ends(arrival, mode.alignment, of.capacity)
     for name, want in (
         ("per_scaleup_rank", reference.scaleup_prefix(arrival, setup.num_scaleup_ranks)),
         ("per_expert", per_expert),
@@ -550,85 +519,61 @@ def assert_handle(
         assert prefix.tolist() == want, (where, name)
     assert handle.num_unaligned_recv_tokens_per_expert.dtype == torch.int32, where
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == arrival.counts, where
-    assert_metadata(handle.recv_src_metadata, num_rows, rank, expected, mode, where)
+    assert_metadata(of, handle.recv_src_metadata, num_rows, rank, where)
     assert all(hasattr(handle, name) for name in OPAQUE), where
 
 
-def assert_metadata(
-    metadata: Tensor, num_rows: int, rank: int, expected: Expected, mode: Mode, where: str
-) -> None:
+def assert_metadata(of: Exchange, metadata: Tensor, num_rows: int, rank: int, where: str) -> None:
     """Where each row is from, and where its picks are; compact rows in both layouts."""
-    arrival = expected.arrivals[rank]
+    arrival = of.arrivals[rank]
     num_real = len(arrival.tokens)
-    sources = reference.sources_of(arrival, expected.num_max_tokens)
+    sources = reference.sources_of(arrival, of.num_max_tokens)
     assert metadata.dtype == torch.int32, where
     assert metadata.shape == (num_rows, arrival.topk_idx.shape[1] + 2), where
     assert metadata[:num_real, 0].tolist() == sources.tolist(), where
     assert (metadata[num_real:, 0] == -1).all(), f"{where}, tail"
-    if mode.do_expand:
-        assert metadata[:num_real, 2:].tolist() == expected.slots[rank].tolist(), where
+    if of.mode.do_expand:
+        assert metadata[:num_real, 2:].tolist() == of.slots[rank].tolist(), where
     else:
         assert (metadata[:, 2:] == -1).all(), where
 
 
-def assert_stats(stats: Tensor | None, arrival: Received, mode: Mode) -> None:
-    """Unaligned counts were added to what was there."""
-    if mode.has_stats:
-        assert stats is not None
-        assert stats.tolist() == [count + i for i, count in enumerate(arrival.counts)]
-
-
-def assert_cached(
-    got: Outputs, rank: int, inputs: Sequence[Inputs], expected: Expected, mode: Mode
-) -> None:
+def assert_cached(of: Exchange, got: Outputs, rank: int) -> None:
     """Each row is in the place that the first dispatch gave it."""
     where = f"rank {rank}, cached"
-    assert_rows(got.cached_x, [one.cached_x for one in inputs], rank, expected, mode, where)
-    assert_topk_idx(got.cached_topk_idx, rank, expected, mode, where)
-    weights = [one.cached_weights for one in inputs] if mode.cached_weights else None
-    assert_weights(got.cached_weights, weights, rank, expected, mode, f"{where}, weights")
+    assert_rows(of, got.cached_x, [one.cached_x for one in of.inputs], rank, where)
+    assert_topk_idx(of, got.cached_topk_idx, rank, where)
+    weights = [one.cached_weights for one in of.inputs] if of.mode.cached_weights else None
+    assert_weights(of, got.cached_weights, weights, rank, f"{where}, weights")
 
 
-def assert_combined(
-    got: Outputs,
-    rank: int,
-    inputs: Sequence[Inputs],
-    expected: Expected,
-    setup: Setup,
-    mode: Mode,
-) -> None:
+def assert_combined(of: Exchange, got: Outputs, rank: int) -> None:
     """What combine returned."""
-    assert_sums(got.combined, rank, inputs, expected, setup, mode)
+    assert_sums(of, got.combined, rank)
     where = f"rank {rank}, combined weights"
-    if not mode.combine_weights:
+    if not of.mode.combine_weights:
         assert got.combined_weights is None, where
         return
     assert got.combined_weights is not None, where
     assert got.combined_weights.dtype == torch.float32, where
-    slots = expected.slots if mode.do_expand else None
-    num_tokens = len(inputs[rank].topk_idx)
-    back = reference.combine_weights(expected.weights, expected.arrivals, slots, rank, num_tokens)
+    slots = of.slots if of.mode.do_expand else None
+    num_tokens = len(of.inputs[rank].topk_idx)
+    back = reference.combine_weights(of.weights, of.arrivals, slots, rank, num_tokens)
     assert_same_bytes(got.combined_weights, back, where)
 
 
-def assert_sums(
-    combined: Tensor,
-    rank: int,
-    inputs: Sequence[Inputs],
-    expected: Expected,
-    setup: Setup,
-    mode: Mode,
-) -> None:
+def assert_sums(of: Exchange, combined: Tensor, rank: int) -> None:
     """Bit for bit, because the order of the additions and their roundings are promised."""
+    setup, inputs = of.setup, of.inputs[rank]
     want = reference.combine(
-        expected.ys,
-        expected.arrivals,
-        expected.slots if mode.do_expand else None,
+        of.ys,
+        of.arrivals,
+        of.slots if of.mode.do_expand else None,
         rank,
-        len(inputs[rank].topk_idx),
-        reference.reduction(mode.do_expand, setup.allow_multiple_reduction, setup.num_domains),
+        len(inputs.topk_idx),
+        reference.reduction(of.mode.do_expand, setup.allow_multiple_reduction, setup.num_domains),
         setup.num_scaleup_ranks,
-        inputs[rank].biases,
+        inputs.biases,
     )
     assert combined.dtype == torch.bfloat16
     assert_same_bytes(combined, want, f"rank {rank}, combine")
