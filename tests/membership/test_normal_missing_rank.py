@@ -73,9 +73,8 @@ class Rank:
 
     def exchange(self) -> None:
         """Layout, dispatch, cached dispatch and combine."""
-        outputs = run_exchange(self.buffer, self.inputs, self.expected, self.shape, MODE, SMALL)
-        arguments = self.inputs, self.expected, self.shape, MODE, SMALL
-        assert_outputs(outputs, self.buffer.rank, *arguments)
+        outputs = run_exchange(self.buffer, self.expected, SMALL)
+        assert_outputs(outputs, self.buffer.rank, self.expected, SMALL)
 
     def exchange_for_ever(self) -> None:
         while True:

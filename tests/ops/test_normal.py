@@ -32,7 +32,6 @@ from support.normal_exchange import (
     expect,
     hidden_bytes_of,
     make_inputs,
-    nodes_of,
     normal_ranks,
     run_dispatch,
     run_exchange,
@@ -143,6 +142,11 @@ def four_ranks(ranks_per_node: int = 4, config: deep_ep.Config = SMALL) -> Any:
     return normal_ranks(4, ranks_per_node, [config], 512)
 
 
+def expect_four(ranks_per_node: int = 4) -> Expected:
+    """FOUR in the plain mode."""
+    return expect(make_inputs(FOUR, PLAIN), FOUR, PLAIN, ranks_per_node)
+
+
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("mode", [PLAIN, FP8, WORST], ids=["bf16", "fp8", "worst"])
 def test_each_node_shape_equals_the_reference(nodes: str, mode: Mode) -> None:
@@ -174,16 +178,13 @@ def test_rows_that_move_through_shared_memory_are_the_same(
 def test_the_recommended_configuration_is_used_where_none_is_given() -> None:
     config = deep_ep.Buffer.get_dispatch_config(4)
     combine_config = deep_ep.Buffer.get_combine_config(4)
-    inputs = make_inputs(FOUR, PLAIN)
-    expected = expect(inputs, FOUR, PLAIN, 4)
-
-    def exchange_without(rank: int, buffer: deep_ep.Buffer) -> Outputs:
-        return run_exchange(buffer, inputs[rank], expected, FOUR, PLAIN, None)  # type: ignore[arg-type]
-
+    expected = expect_four()
     with normal_ranks(4, 4, [config, combine_config], 512) as ranks:
-        for rank, got in enumerate(ranks.run(exchange_without)):
-            assert_dispatched(got, expected.received[rank], FOUR, PLAIN, f"rank {rank}")
-            assert_sums(got.combined, rank, inputs[rank], expected, f"rank {rank}")
+        for rank, got in enumerate(
+            ranks.run(lambda _, buffer: run_exchange(buffer, expected, None))
+        ):
+            assert_dispatched(got, rank, expected)
+            assert_sums(got.combined, rank, expected, f"rank {rank}")
 
 
 @on_nodes
@@ -218,11 +219,11 @@ def test_many_exchanges_of_changing_sizes_do_not_disturb_each_other(ranks_per_no
 
 
 def every_handle(
-    ranks: Ranks, inputs: list[Inputs], shape: Shape, mode: Mode = PLAIN
+    ranks: Ranks, inputs: Sequence[Inputs], shape: Shape = FOUR
 ) -> list[tuple[Tensor, ...]]:
     """Handles of one dispatch, by rank."""
     return ranks.run(
-        lambda rank, buffer: run_dispatch(buffer, inputs[rank], shape, mode, SMALL)[1][4]
+        lambda rank, buffer: run_dispatch(buffer, inputs[rank], shape, PLAIN, SMALL)[1][4]
     )
 
 
@@ -235,13 +236,9 @@ def combine_all(
     )
 
 
-def exchange_all(
-    ranks: Ranks, inputs: list[Inputs], expected: Expected, shape: Shape = FOUR
-) -> list[Outputs]:
+def exchange_all(ranks: Ranks, expected: Expected) -> list[Outputs]:
     """Layout, dispatch, cached dispatch and combine of all ranks."""
-    return ranks.run(
-        lambda rank, buffer: run_exchange(buffer, inputs[rank], expected, shape, PLAIN, SMALL)
-    )
+    return ranks.run(lambda _, buffer: run_exchange(buffer, expected, SMALL))
 
 
 @on_nodes
@@ -253,15 +250,14 @@ def exchange_all(
 def test_a_handle_may_be_used_again_and_again_in_another_tuple(
     rebuild: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], ranks_per_node: int
 ) -> None:
-    inputs = make_inputs(FOUR, PLAIN)
-    expected = expect(inputs, FOUR, PLAIN, ranks_per_node)
+    expected = expect_four(ranks_per_node)
     with four_ranks(ranks_per_node) as ranks:
-        handles = [rebuild(h) for h in every_handle(ranks, inputs, FOUR)]
+        handles = [rebuild(h) for h in every_handle(ranks, expected.inputs)]
 
         def use(rank: int, buffer: deep_ep.Buffer) -> list[tuple[Any, ...]]:
             rounds = []
             for width in (1, 5, 2):  # cached dispatches and combines of other widths
-                x = inputs[rank].cached_x.repeat(1, width)
+                x = expected.inputs[rank].cached_x.repeat(1, width)
                 recv_x = buffer.dispatch(x.to(DEVICE), handle=handles[rank], config=SMALL)[0]
                 y = expected.ys[rank].repeat(1, width).to(DEVICE)
                 combined = buffer.combine(y, handles[rank], config=SMALL)[0]
@@ -274,7 +270,7 @@ def test_a_handle_may_be_used_again_and_again_in_another_tuple(
             want = expected.cached[rank].x.repeat(1, width)
             assert_same_bytes(recv_x, want, f"rank {rank}, x {width}")
             assert torch.equal(combined, combined[:, :24].repeat(1, width))
-            assert_sums(combined[:, :24], rank, inputs[rank], expected, f"rank {rank}, x {width}")
+            assert_sums(combined[:, :24], rank, expected, f"rank {rank}, x {width}")
 
 
 def save_for_backward(handle: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -305,7 +301,7 @@ def test_two_dispatches_may_be_outstanding_and_combined_in_any_order(ranks_per_n
         handles = [every_handle(ranks, inputs[i], shapes[i]) for i in (0, 1)]
         for i in (1, 0):
             for rank, got in enumerate(combine_all(ranks, expected[i].ys, handles[i])):
-                assert_sums(got, rank, inputs[i][rank], expected[i], f"rank {rank}, dispatch {i}")
+                assert_sums(got, rank, expected[i], f"rank {rank}, dispatch {i}")
 
 
 # --- what programs do around it -------------------------------------------------------------------
@@ -313,24 +309,23 @@ def test_two_dispatches_may_be_outstanding_and_combined_in_any_order(ranks_per_n
 
 @pytest.mark.parametrize("context", ["inference_mode", "no_grad", "requires_grad"])
 def test_outputs_are_leaves_whatever_autograd_does(context: str) -> None:
-    inputs = make_inputs(FOUR, PLAIN)
-    expected = expect(inputs, FOUR, PLAIN, 4)
+    expected = expect_four()
     if context == "requires_grad":
-        for one in inputs:
+        for one in expected.inputs:
             one.x.requires_grad_()
             one.topk_weights.requires_grad_()
             one.cached_x.requires_grad_()
 
-    def exchange_within(rank: int, buffer: deep_ep.Buffer) -> Outputs:
+    def exchange_within(_: int, buffer: deep_ep.Buffer) -> Outputs:
         with nullcontext() if context == "requires_grad" else getattr(torch, context)():
-            return run_exchange(buffer, inputs[rank], expected, FOUR, PLAIN, SMALL)
+            return run_exchange(buffer, expected, SMALL)
 
     with four_ranks() as ranks:
         outputs = ranks.run(exchange_within)
     for rank, got in enumerate(outputs):
         with torch.no_grad():
-            assert_dispatched(got, expected.received[rank], FOUR, PLAIN, f"rank {rank}")
-            assert_sums(got.combined, rank, inputs[rank], expected, f"rank {rank}")
+            assert_dispatched(got, rank, expected)
+            assert_sums(got.combined, rank, expected, f"rank {rank}")
         for result in (got.recv_x, got.recv_topk_weights, got.combined, got.combined_weights):
             assert result.is_leaf
             assert not result.requires_grad
@@ -356,7 +351,7 @@ def test_nan_columns_stay_nan_and_disturb_no_neighbour() -> None:
         one.values[:, 7] = torch.nan
     expected = expect(inputs, FOUR, PLAIN, 4)
     with four_ranks() as ranks:
-        outputs = exchange_all(ranks, inputs, expected)
+        outputs = exchange_all(ranks, expected)
     for rank, got in enumerate(outputs):
         sent = expected.layouts[rank].is_token_in_rank.any(1)
         assert got.combined.cpu()[sent, 7].isnan().all()
@@ -433,7 +428,7 @@ def test_counters_count_rows_of_their_sources(ranks_per_node: int) -> None:
     with four_ranks(ranks_per_node) as ranks:
         ranks.run(lambda _, buffer: buffer.enable_counters())
         for _ in range(3):
-            exchange_all(ranks, inputs, expected, shape)
+            exchange_all(ranks, expected)
         counted = ranks.run(lambda _, buffer: buffer.normal_dispatch_counters.snapshot())
         combined = ranks.run(lambda _, buffer: buffer.normal_combine_counters.snapshot())
     for rank, one in enumerate(counted):
@@ -499,11 +494,10 @@ def test_slots_that_a_gateway_waits_for_are_counted_though_the_source_has_issued
 @pytest.mark.parametrize("call", ["combine", "cached dispatch"])
 def test_expanded_gradients_are_taken_as_they_come(call: str) -> None:
     """The gradient of a sum is one number that all elements share, without strides."""
-    inputs = make_inputs(FOUR, PLAIN)
-    expected = expect(inputs, FOUR, PLAIN, 4)
+    expected = expect_four()
     one = torch.ones((), dtype=torch.bfloat16, device=DEVICE)
     with four_ranks() as ranks:
-        handles = every_handle(ranks, inputs, FOUR)
+        handles = every_handle(ranks, expected.inputs)
 
         def give(rank: int, buffer: deep_ep.Buffer) -> Tensor:
             if call == "combine":
@@ -551,37 +545,20 @@ def test_a_buffer_of_the_hinted_size_is_enough_and_nothing_behind_it_is_written(
 
 
 @on_nodes
-def test_low_latency_and_normal_calls_take_turns_on_one_buffer(ranks_per_node: int) -> None:
-    low = Shape((3, 0, 4, 2), 4, 128, 12, 3)
-    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(4, 128, 4, 12)
-    with nodes_of(ranks_per_node):
-        size = max(size, SMALL.get_rdma_buffer_size_hint(512, 4))
-    arguments = {"num_rdma_bytes": size, "low_latency_mode": True}
-    with normal_ranks(4, ranks_per_node, [SMALL], 512, **arguments) as ranks:
-        for seed in range(3):
-            ranks.run(lambda _, buffer: buffer.clean_low_latency_buffer(4, 128, 12))
-            for name in (True, False):
-                exchange.exchange_and_check(ranks, replace(low, seed=seed), exchange.Mode(name))
-            exchange_and_check(ranks, replace(FOUR, seed=seed), PLAIN, SMALL, ranks_per_node)
-            exchange_and_check(ranks, replace(FOUR, seed=seed), FP8, SMALL, ranks_per_node)
-
-
-@on_nodes
 def test_the_default_device_may_be_another_one(ranks_per_node: int) -> None:
     """As in programs that build a model on a device of their own; "meta" stands for any."""
-    inputs = make_inputs(FOUR, PLAIN)
-    expected = expect(inputs, FOUR, PLAIN, ranks_per_node)
+    expected = expect_four(ranks_per_node)
 
-    def run(rank: int, buffer: deep_ep.Buffer) -> Outputs:
+    def run(_: int, buffer: deep_ep.Buffer) -> Outputs:
         with torch.device("meta"):
             buffer.enable_counters()
             for offsets in buffer.measure_clock_offsets():
                 assert offsets.device.type == "cpu"
-            return run_exchange(buffer, inputs[rank], expected, FOUR, PLAIN, SMALL)
+            return run_exchange(buffer, expected, SMALL)
 
     with four_ranks(ranks_per_node) as ranks:
         for rank, got in enumerate(ranks.run(run)):
-            assert_outputs(got, rank, inputs[rank], expected, FOUR, PLAIN, SMALL)
+            assert_outputs(got, rank, expected, SMALL)
 
 
 def test_several_buffers_of_a_process_do_not_disturb_each_other() -> None:

@@ -83,14 +83,10 @@ def begin(
 
 
 def exchange(
-    program: Program,
-    buffer: deep_ep.Buffer,
-    inputs: Inputs,
-    expected: Expected,
-    mode: Mode,
-    ways: Sequence[Way],
+    program: Program, buffer: deep_ep.Buffer, expected: Expected, ways: Sequence[Way]
 ) -> Outputs:
     """Layout, dispatch, dispatch with its handle, combine. Nothing is kept longer than it is needed."""
+    inputs, mode = expected.inputs[buffer.rank], expected.mode
     copy = apart if mode.scales else torch.clone
     layout, (recv_x, recv_idx, recv_weights, counts, handle) = begin(
         program, buffer, inputs, mode, ways
@@ -138,18 +134,16 @@ def group(
 
 def check(group: tuple[Ranks, TrackedBackend, int], mode: Mode, ways: Sequence[Way]) -> None:
     ranks, selected, ranks_per_node = group
-    inputs = make_inputs(SHAPE, mode)
-    expected = expect(inputs, SHAPE, mode, ranks_per_node)
+    expected = expect(make_inputs(SHAPE, mode), SHAPE, mode, ranks_per_node)
 
     def run(rank: int, buffer: deep_ep.Buffer) -> tuple[Outputs, list[str]]:
         with tracked(selected, buffer) as tracker:
-            program = Program(selected, tracker)
-            outputs = exchange(program, buffer, inputs[rank], expected, mode, ways)
+            outputs = exchange(Program(selected, tracker), buffer, expected, ways)
         return outputs, tracker.races
 
     for rank, (outputs, races) in enumerate(ranks.run(run)):
         assert not races
-        assert_outputs(outputs, rank, inputs[rank], expected, SHAPE, mode, SMALL)
+        assert_outputs(outputs, rank, expected, SMALL)
 
 
 @pytest.mark.parametrize(

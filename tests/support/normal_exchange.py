@@ -180,17 +180,20 @@ def make_inputs(shape: Shape, mode: Mode) -> list[Inputs]:
 
 
 class Expected(NamedTuple):
-    """The reference's answer for all ranks, and what they put into combine."""
+    """What all ranks exchange and how, the reference's answer, and what they put into combine."""
 
+    inputs: Sequence[Inputs]
+    shape: Shape
+    mode: Mode
+    ranks_per_node: int
     layouts: list[reference.Layout]
     received: list[reference.Received]
     cached: list[reference.Received]
     ys: list[Tensor]  # [n, combine_hidden] bfloat16
     weights: list[Tensor]  # [n, num_topk] float32
-    ranks_per_node: int
 
 
-def expect(inputs: list[Inputs], shape: Shape, mode: Mode, ranks_per_node: int) -> Expected:
+def expect(inputs: Sequence[Inputs], shape: Shape, mode: Mode, ranks_per_node: int) -> Expected:
     """What all ranks must get, and what their experts make of it."""
     layouts = [
         reference.layout(one.topk_idx, shape.num_experts, shape.num_ranks, ranks_per_node)
@@ -205,15 +208,13 @@ def expect(inputs: list[Inputs], shape: Shape, mode: Mode, ranks_per_node: int) 
     )
     generator = torch.Generator().manual_seed(shape.seed + 1)
     return Expected(
-        layouts,
-        received,
+        *(inputs, shape, mode, ranks_per_node, layouts, received),
         reference.dispatch([one.cached_x for one in inputs], layouts),
         [
             (one.x.float() * (1 + rank % 7 / 8)).bfloat16()
             for rank, one in enumerate(reference.dispatch([one.values for one in inputs], layouts))
         ],
         [torch.randn(len(one.x), shape.num_topk, generator=generator) for one in received],
-        ranks_per_node,
     )
 
 
@@ -234,16 +235,14 @@ def layout_of(buffer: deep_ep.Buffer, *args: Any, **arguments: Any) -> tuple[dic
 
 
 def run_exchange(
-    buffer: deep_ep.Buffer,
-    inputs: Inputs,
-    expected: Expected,
-    shape: Shape,
-    mode: Mode,
-    config: deep_ep.Config,
+    buffer: deep_ep.Buffer, expected: Expected, config: deep_ep.Config | None
 ) -> Outputs:
     """All calls of one rank. What is dispatched is not awaited before it is checked, but combine
     takes what the reference expects."""
-    layout, dispatched, num_worst_tokens = run_dispatch(buffer, inputs, shape, mode, config)
+    inputs, mode = expected.inputs[buffer.rank], expected.mode
+    layout, dispatched, num_worst_tokens = run_dispatch(
+        buffer, inputs, expected.shape, mode, config
+    )
     recv_x, recv_topk_idx, recv_topk_weights, counts, handle, _ = dispatched
     x = inputs.cached_x.to(DEVICE)
     *cached, event = buffer.dispatch(x, handle=handle, config=config, **timing(buffer, mode))
@@ -254,17 +253,8 @@ def run_exchange(
     combined, combined_weights = run_combine(
         buffer, y, handle, inputs.biases, weights if mode.weights else None, mode, config
     )
-    return Outputs(
-        layout,
-        recv_x,
-        recv_topk_idx,
-        recv_topk_weights,
-        counts,
-        handle,
-        tuple(cached),
-        combined,
-        combined_weights,
-    )
+    received = recv_x, recv_topk_idx, recv_topk_weights, counts
+    return Outputs(layout, *received, handle, tuple(cached), combined, combined_weights)
 
 
 def run_dispatch(
@@ -272,7 +262,7 @@ def run_dispatch(
     inputs: Inputs,
     shape: Shape,
     mode: Mode,
-    config: deep_ep.Config,
+    config: deep_ep.Config | None,
     **arguments: Any,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], int]:
     """What get_dispatch_layout and dispatch returned, and num_worst_tokens."""
@@ -305,7 +295,7 @@ def run_combine(
     biases: tuple[Tensor, ...],
     weights: Tensor | None,
     mode: Mode,
-    config: deep_ep.Config,
+    config: deep_ep.Config | None,
 ) -> tuple[Tensor, Tensor | None]:
     """One combine, finished when this returns."""
     forms: list[Any] = [None, *biases, tuple(bias.to(DEVICE) for bias in biases)]
@@ -355,31 +345,20 @@ def exchange_and_check(
     ranks: Ranks, shape: Shape, mode: Mode, config: deep_ep.Config, ranks_per_node: int
 ) -> list[Outputs]:
     """All calls on all ranks; all results are the reference's."""
-    inputs = make_inputs(shape, mode)
-    expected = expect(inputs, shape, mode, ranks_per_node)
-    outputs = ranks.run(
-        lambda rank, buffer: run_exchange(buffer, inputs[rank], expected, shape, mode, config)
-    )
+    expected = expect(make_inputs(shape, mode), shape, mode, ranks_per_node)
+    outputs = ranks.run(lambda _, buffer: run_exchange(buffer, expected, config))
     for rank, got in enumerate(outputs):
-        assert_outputs(got, rank, inputs[rank], expected, shape, mode, config)
+        assert_outputs(got, rank, expected, config)
     return outputs
 
 
-def assert_outputs(
-    got: Outputs,
-    rank: int,
-    inputs: Inputs,
-    expected: Expected,
-    shape: Shape,
-    mode: Mode,
-    config: deep_ep.Config,
-) -> None:
+def assert_outputs(got: Outputs, rank: int, expected: Expected, config: deep_ep.Config) -> None:
     """All results of one rank are the reference's."""
     assert_layout(got.layout, expected.layouts[rank], f"rank {rank}")
-    assert_dispatched(got, expected.received[rank], shape, mode, f"rank {rank}")
-    assert_handle(got.handle, rank, inputs, expected, config.num_sms // 2)
+    assert_dispatched(got, rank, expected)
+    assert_handle(got.handle, rank, expected, config.num_sms // 2)
     assert_cached(got, expected.cached[rank], f"rank {rank}, cached")
-    assert_combined(got, rank, inputs, expected, mode)
+    assert_combined(got, rank, expected)
 
 
 def assert_layout(got: tuple[Any, ...], want: reference.Layout, where: str) -> None:
@@ -391,16 +370,15 @@ def assert_layout(got: tuple[Any, ...], want: reference.Layout, where: str) -> N
             assert mine.tolist() == other.tolist(), where
 
 
-def assert_dispatched(
-    got: Outputs, want: reference.Received, shape: Shape, mode: Mode, where: str
-) -> None:
+def assert_dispatched(got: Outputs, rank: int, expected: Expected) -> None:
     """Of all that a rank got, what its fresh dispatch returned."""
+    want, mode = expected.received[rank], expected.mode
     total = len(want.x)
     if mode.spare_rows is not None:
-        total = max(1, sum(shape.num_tokens) + mode.spare_rows)
+        total = max(1, sum(expected.shape.num_tokens) + mode.spare_rows)
     assert_received_rows(
         *(got.recv_x, got.recv_topk_idx, got.recv_topk_weights, got.counts),
-        *(want, total, mode, where),
+        *(want, total, mode, f"rank {rank}"),
     )
 
 
@@ -455,7 +433,7 @@ def source_prefix(handle: tuple[Tensor, ...], rank: int) -> list[int]:
 
 
 def assert_handle(
-    handle: tuple[Tensor, ...], rank: int, inputs: Inputs, expected: Expected, num_channels: int
+    handle: tuple[Tensor, ...], rank: int, expected: Expected, num_channels: int
 ) -> None:
     """What programs read from a handle."""
     num_tokens, num_ranks = expected.layouts[rank].is_token_in_rank.shape
@@ -489,37 +467,23 @@ def assert_cached(got: Outputs, want: reference.Received, where: str) -> None:
     assert_rows(recv_x, want.x, total, where)
 
 
-def assert_combined(
-    got: Outputs, rank: int, inputs: Inputs, expected: Expected, mode: Mode
-) -> None:
-    assert_sums(got.combined, rank, inputs, expected, f"rank {rank}, combine")
-    if not mode.weights:
+def assert_combined(got: Outputs, rank: int, expected: Expected) -> None:
+    assert_sums(got.combined, rank, expected, f"rank {rank}, combine")
+    if not expected.mode.weights:
         assert got.combined_weights is None
         return
     assert got.combined_weights is not None
     assert got.combined_weights.dtype == torch.float32
-    want = reference.combine(
-        expected.weights,
-        expected.received,
-        rank,
-        len(inputs.x),
-        ranks_per_node=expected.ranks_per_node,
-    )
+    given = expected.weights, expected.received, rank, len(expected.inputs[rank].x)
+    want = reference.combine(*given, ranks_per_node=expected.ranks_per_node)
     assert_same_bytes(got.combined_weights, want, f"rank {rank}, weights")
 
 
-def assert_sums(
-    combined: Tensor, rank: int, inputs: Inputs, expected: Expected, where: str
-) -> None:
+def assert_sums(combined: Tensor, rank: int, expected: Expected, where: str) -> None:
     """Bit for bit, because the order of the additions and their roundings are promised."""
+    inputs = expected.inputs[rank]
     assert combined.dtype == torch.bfloat16, where
     assert combined.shape == inputs.values.shape, where
-    want = reference.combine(
-        expected.ys,
-        expected.received,
-        rank,
-        len(inputs.x),
-        inputs.biases,
-        expected.ranks_per_node,
-    )
+    given = expected.ys, expected.received, rank, len(inputs.x)
+    want = reference.combine(*given, inputs.biases, expected.ranks_per_node)
     assert_same_bytes(combined, want, where)
