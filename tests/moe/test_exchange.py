@@ -20,7 +20,17 @@ from deep_ep import moe
 from deep_ep.errors import EPArgumentError, EPTransportError, EPUsageError
 from deep_ep.moe.awaited import AwaitedTensor
 from deep_ep.types.event import EventOverlap
-from layers import Scale, Sizes, assert_exact, expected, layer, on_ranks, ranks_of, tokens_of
+from layers import (
+    Scale,
+    Sizes,
+    assert_exact,
+    expected,
+    experts_of,
+    layer,
+    on_ranks,
+    ranks_of,
+    tokens_of,
+)
 from support import reference
 from support.launch import raise_failures, run_processes
 
@@ -28,24 +38,39 @@ Tensor = torch.Tensor
 
 UNEVEN = Sizes((7, 0, 12))
 SQUARE = Sizes((9, 4, 6, 11))
+FEW = Sizes((0, 1, 7, 12))
+ONE_EXPERT = Sizes((5, 6, 7, 8), routing="one-expert")
 
 
-def assert_as_without_exchange(sizes: Sizes, alignment: int, nodes: int | None = None) -> None:
+def assert_as_without_exchange(
+    sizes: Sizes, alignment: int, nodes: int | None = None, micro_batches: int = 1
+) -> None:
+    """Results and gradients of the module are those of a layer that has all experts."""
+
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         tokens = tokens_of(sizes, rank)
-        sent, combined = layer(tokens, buffer, sizes, expert_alignment=alignment)
-        assert not (sent.num_tokens_per_expert % alignment).any()
-        assert_exact(tokens.results(combined), expected(tokens, sizes))
+        experts = experts_of(rank, sizes)
+
+        def aligned(rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+            assert not (num_tokens_per_expert % alignment).any()
+            return experts(rows, num_tokens_per_expert)
+
+        options = {"expert_alignment": alignment, "micro_batches": micro_batches}
+        module = moe.ExpertParallel(aligned, sizes.num_experts, buffer, **options)
+        assert_exact(tokens.results(module(*tokens.given)), expected(tokens, sizes))
 
     on_ranks(sizes, run, nodes)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("alignment", [1, 16])
-@pytest.mark.parametrize(("sizes", "nodes"), [(UNEVEN, 3), (SQUARE, 2), (SQUARE, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "nodes"), [(UNEVEN, 3), (SQUARE, 2), (FEW, 4), (ONE_EXPERT, 2), (ONE_EXPERT, 4)]
+)
 def test_results_and_gradients_are_those_of_a_layer_without_exchange(
-    sizes: Sizes, nodes: int, alignment: int
+    sizes: Sizes, nodes: int, alignment: int, micro_batches: int
 ) -> None:
-    assert_as_without_exchange(sizes, alignment, nodes)
+    assert_as_without_exchange(sizes, alignment, nodes, micro_batches)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -268,25 +293,6 @@ def test_who_uses_values_of_an_awaited_tensor_waits_and_who_looks_at_its_shape_d
     assert torch.equal(awaited * 2, torch.full((4, 2), 6.0))
     assert event.num_waits == 2  # the second may be on another stream
     assert "3." in repr(awaited)
-
-
-class Awaits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, event: Filling) -> Tensor:
-        return AwaitedTensor(event._tensor, event)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-def test_gradients_pass_an_awaited_tensor() -> None:
-    x = torch.ones(3, requires_grad=True)
-    event = Filling(torch.zeros(3))
-    awaited = Awaits.apply(x, event)
-    assert event.num_waits == 0
-    (awaited * 5).sum().backward()
-    assert torch.equal(x.grad, torch.full((3,), 5.0))
 
 
 def compare_compiled(rank: int, group: dist.ProcessGroup) -> list[int]:

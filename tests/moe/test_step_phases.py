@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import deep_ep
-from layers import Sizes, Tokens, layer, module_of, on_ranks, ranks_of, tokens_of
+from layers import Sizes, Tokens, layer, module_of, on_ranks, tokens_of
 from support.launch import DEVICE
 from support.phase_sums import assert_complete, nvtx_ranges, parts_of
 
@@ -64,22 +63,6 @@ def test_of_two_micro_batches_no_part_is_lost_or_counted_twice() -> None:
         ]
 
     on_ranks(SIZES, run)
-
-
-def test_rank_0_logs_parts_as_well(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("DEEP_EP_PHASES", "1")
-
-    def run(rank: int, buffer: deep_ep.Buffer) -> None:
-        for _ in range(2):
-            tokens = tokens_of(SIZES, rank)
-            tokens.results(plainly(tokens, buffer))
-
-    with caplog.at_level(logging.WARNING, "deep_ep"), ranks_of(SIZES) as ranks:
-        ranks.run(run)
-    (logged,) = [message for message in caplog.messages if "phases" in message]
-    assert logged.splitlines()[1].split()[4:8] == ["between", "layout", "permute", "unpermute"]
 
 
 def test_a_step_is_a_row_of_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,9 @@ from deep_ep.group import thread_groups
 size = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 256, 1, 4)
 buffer = deep_ep.Buffer(thread_groups(1)[0], 0, size, low_latency_mode=True, num_qps_per_rank=4)
 x, idx = torch.zeros(8, 256, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.int64)
-buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
+for _ in range(2):
+    buffer.get_dispatch_layout(idx, 4)
+    buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
 """
     settings = {"DEEP_EP_PHASES": "1", "DEEP_EP_BACKEND": "cpu"}
     done = subprocess.run(
@@ -222,4 +224,5 @@ buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
         text=True,
         check=True,
     )
-    assert "phases of rank 0\nus per operation" in done.stderr
+    logged = done.stderr.partition("phases of rank 0\nus per operation")[2]
+    assert logged.split()[1:3] == ["between", "layout"]

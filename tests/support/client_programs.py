@@ -11,7 +11,6 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,9 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deep_ep.errors import EPTimeoutError
-from deep_ep.group import thread_groups
-from support.launch import DEVICE, HANG_S
+from support.launch import DEVICE, RankThreads
 from support.normal_exchange import nodes_of
 
 Tensor = torch.Tensor
@@ -124,20 +121,15 @@ def backward_and_check(combined: Tensor, x: Tensor, probs: Tensor, problem: Prob
 
 def run_as_threads(program: Callable[[Rank], None], num_ranks: int, ranks_per_node: int) -> None:
     """The program on all ranks; raises the first error."""
-    groups = thread_groups(num_ranks)
-
-    def run(rank: int) -> None:
-        if DEVICE == "cuda":
-            torch.cuda.set_stream(torch.cuda.Stream())
-        program(Rank(rank, num_ranks, ranks_per_node, groups[rank]))
-
-    with nodes_of(ranks_per_node), ThreadPoolExecutor(num_ranks) as threads:
-        errors = [
-            done.exception(HANG_S) for done in [threads.submit(run, r) for r in range(num_ranks)]
-        ]
+    with nodes_of(ranks_per_node):
+        ranks = RankThreads(
+            num_ranks, lambda group: Rank(group.rank, num_ranks, ranks_per_node, group)
+        )
+        try:
+            ranks.run(lambda _, who: program(who))
+        finally:
+            ranks.abandon()
     gc.collect()  # buffers that nobody destroys
-    for error in sorted(filter(None, errors), key=lambda e: isinstance(e, EPTimeoutError)):
-        raise error  # others only miss the rank that failed
 
 
 on_nodes = pytest.mark.parametrize("nodes", [(4, 4), (4, 2)], ids=["one-node", "two-nodes"])

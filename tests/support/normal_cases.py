@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -501,16 +502,7 @@ def settings(
         words = f"NVL chunk {nvl}" + (f", RDMA chunk {rdma}" if args.between_nodes else "")
         yield words, deep_ep.Config(NUM_SMS, nvl, capacity, rdma, 128)
     words = "NVL chunk default" + (", RDMA chunk default" if args.between_nodes else "")
-    yield (
-        words,
-        deep_ep.Config(
-            NUM_SMS,
-            default.num_max_nvl_chunked_send_tokens,
-            default.num_max_nvl_chunked_recv_tokens,
-            default.num_max_rdma_chunked_send_tokens,
-            default.num_max_rdma_chunked_recv_tokens,
-        ),
-    )
+    yield words, replace(default, num_sms=NUM_SMS)
 
 
 def timed(
