@@ -310,24 +310,23 @@ class Communicator:
         where = "measure_clock_offsets"
         samples = checks.positive_int(where, "samples", samples)
         checks.kernel_limit(where, "samples", samples, _MOST_SAMPLES)
-        with self.lock:
-            runtime = self.idle_runtime(where)
-            stream = self.backend.stream_handle(self.calling_stream(where))
-            self.receive_sent()
-            measured = runtime.native.measure_clock_offsets(samples=samples, stream=stream)
-            self.raise_failure()
+        measured = self.meet(where, samples=samples)
         pairs = torch.tensor(measured, dtype=torch.int64, device="cpu").reshape(self.num_ranks, 2)
         return pairs[:, 0].clone(), pairs[:, 1].clone()
 
     def barrier(self) -> None:
         """Waits for all ranks, in the order of the current stream."""
-        where = "barrier"
+        self.meet("barrier")
+
+    def meet(self, where: str, **arguments: int) -> Any:
+        """What the method of this name of the native runtime returns, in which all ranks meet in the order of their streams."""
         with self.lock:
             runtime = self.idle_runtime(where)
             stream = self.backend.stream_handle(self.calling_stream(where))
             self.receive_sent()
-            runtime.native.barrier(stream=stream)
-            self.raise_failure()
+            result = getattr(runtime.native, where)(**arguments, stream=stream)
+            self.raise_failure(called=where)
+        return result
 
     def local_buffer_tensor(
         self,

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 # What a failure says whose reason is all that has to be known. Of each: the reason, "normal" before it where normal
-# operations say something else | what the error is about. Then the text; ranks and the operation before are filled in.
+# operations say something else | what the error is about. Then the text; ranks, the operation before and the row are
+# filled in.
 _TABLE = """
 index | argument
 topk_idx holds an expert index out of range; entries must be -1 or in [0, num_experts). Check the router's output.
@@ -43,6 +44,9 @@ surplus | transport
 
 returned | transport
 {ranks} returned other rows than this rank had dispatched, so its results are not valid. Read the error on that side first; the next operation starts afresh.
+
+corrupt | transport
+rows of {ranks} are not what was sent in this operation (DEEP_EP_VERIFY compares all of them), first that for token {token} of rank {owner}, which rank {sender} sent{over}; they must be. Report it with both ranks' logs: memory was overwritten or a message arrived out of order.
 
 late | transport
 {ranks} gave up operation {before} before this rank called it, and did not come to the next one. Read the error on that side first; all ranks must make the same calls, within DEEP_EP_TIMEOUT_S of each other. The next operation starts afresh.
@@ -88,10 +92,10 @@ def error_from_failure(
     known = (_TEXTS.get(f"normal {reason}") if is_normal else None) or _TEXTS.get(reason)
     if known is not None:
         error, text = known
-        before = failure["op"] - 1
-        return error(f"{where}: {text.format(ranks=ranks_text(ranks), before=before)}")
-    if reason == "corrupt":
-        return _corrupt(where, failure["row"], ranks)
+        row = dict(failure.get("row") or {})
+        over = wording.OVER.get(row.pop("hop", ""), "")
+        said = text.format(ranks=ranks_text(ranks), before=failure["op"] - 1, over=over, **row)
+        return error(f"{where}: {said}")
     if decision is not None and rank in decision.culprits:
         return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
     if decision is not None and decision.paths:
@@ -107,15 +111,6 @@ def error_from_failure(
         return _with_verdict(_timeout(where, failure, ranks), where, verdict)
     return _given_up(
         where, failure, {r: max(failure["op"], op) for r, op in failure["given_up"].items()}
-    )
-
-
-def _corrupt(where: str, row: Mapping[str, Any], ranks: list[int]) -> EPTransportError:
-    return EPTransportError(
-        f"{where}: rows of {ranks_text(ranks)} are not what was sent in this operation "
-        f"(DEEP_EP_VERIFY compares all of them), first that for token {row['token']} of rank {row['owner']}, "
-        f"which rank {row['sender']} sent{wording.OVER.get(row['hop'], '')}; they must be. Report it with both ranks' "
-        "logs: memory was overwritten or a message arrived out of order."
     )
 
 

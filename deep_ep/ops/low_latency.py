@@ -183,15 +183,11 @@ class LowLatency:
     def clean(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """See `Buffer.clean_low_latency_buffer`."""
         where = "clean_low_latency_buffer"
-        communicator = self._communicator
-        with communicator.lock:
-            runtime = self._idle_runtime(where)
-            given = num_max_dispatch_tokens_per_rank, hidden, num_experts
-            low_latency_checks.sizes_that_fit(where, communicator.limits, *given)
-            stream = communicator.backend.stream_handle(communicator.calling_stream(where))
-            communicator.receive_sent()
-            runtime.native.clean_low_latency_buffer(stream=stream)
-            communicator.raise_failure(called=where)
+        self._check_enabled(where)
+        self._communicator.connected_runtime(where)
+        given = num_max_dispatch_tokens_per_rank, hidden, num_experts
+        low_latency_checks.sizes_that_fit(where, self._communicator.limits, *given)
+        self._communicator.meet(where)
 
     def _launch(
         self,
