@@ -28,6 +28,7 @@ from support import reference
 from support.launch import DEVICE
 from support.program import (
     add_diagnosis_options,
+    check_under_pressure,
     end_of_run,
     inject_into_routing,
     join,
@@ -480,23 +481,11 @@ def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.N
     if not args.quick and not args.shrink_test:
         measure(buffer, group, args, args.seed)
     if args.pressure_test:
-        check_under_pressure(buffer, group, args)
+        seeds = range(args.seed, args.seed + args.pressure_seeds)
+        check_under_pressure(
+            buffer, seeds, PRESSURE_REPETITIONS, lambda seed: check_all(buffer, group, args, seed)
+        )
     end_of_run(buffer, group, args, DIAGNOSE_ITERATIONS, iteration_of)
-
-
-def check_under_pressure(
-    buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Namespace
-) -> None:
-    """The same seed must give the same bytes, every time."""
-    for seed in range(args.seed, args.seed + args.pressure_seeds):
-        if buffer.rank == 0:
-            print(f"Testing with seed {seed} ...", flush=True)
-        expected = check_all(buffer, group, args, seed)
-        for repetition in range(PRESSURE_REPETITIONS):
-            digest = check_all(buffer, group, args, seed)
-            assert digest == expected, (
-                f"seed {seed}, repetition {repetition}: other bytes than before"
-            )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,6 @@
 """Programs that use normal mode, each in our own words: the same calls, argument forms, dtypes and reads.
 
-From import to destroy, on ranks that are threads, on one node and on two; once all of them in
-processes joined by gloo. Rows and weights are small whole numbers and halves, so that every result
+From import to destroy, on ranks that are threads, on one node and on two. Rows and weights are small whole numbers and halves, so that every result
 and every gradient has one right value. Where a checkout is given, the program's own file runs too.
 """
 
@@ -358,17 +357,6 @@ def same_num_sms() -> Iterator[None]:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_s_calls_do_what_it_expects(program: str, nodes: tuple[int, int]) -> None:
     run_as_threads(PROGRAMS[program], *nodes)
-
-
-def run_in_process(rank: int, group: dist.ProcessGroup) -> None:
-    """All programs, one after the other, on one gloo group."""
-    for program in PROGRAMS.values():
-        program(Rank(rank, group.size(), group.size(), group))
-
-
-@pytest.mark.exhaustive
-def test_programs_run_in_processes_of_a_gloo_group() -> None:
-    raise_failures(run_processes(run_in_process, 2))
 
 
 # The programs' own files, of checkouts that these variables name.

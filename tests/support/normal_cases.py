@@ -32,6 +32,7 @@ from support.launch import DEVICE
 from support.normal_exchange import layout_of, source_prefix
 from support.program import (
     add_diagnosis_options,
+    check_under_pressure,
     end_of_run,
     inject_into_routing,
     join,
@@ -96,14 +97,12 @@ def parse_arguments(
 ) -> argparse.Namespace:
     """The original's options, then ours."""
     parser = option_parser(description, num_tokens=4096, num_experts=256)
+    ours = parser.add_argument_group("not in the original")
     parser.add_argument("--use-fabric", action="store_true", help="the same by another name")
     parser.add_argument(
         "--test-ll-compatibility", action="store_true", help="low latency on the same buffer"
     )
     if between_nodes:
-        parser.add_argument(
-            "--num-topk-groups", type=int, help="nodes that a token's experts are of (at most 4)"
-        )
         parser.add_argument(
             "--pressure-test-mode",
             type=int,
@@ -111,15 +110,13 @@ def parse_arguments(
             choices=(0, 1, 2),
             help="1: repeat and compare hashes; 2: and measure (0)",
         )
-    ours = parser.add_argument_group("not in the original")
-    if between_nodes:
-        ours.add_argument(
-            "--ranks-per-node", type=int, help="ranks of a node, on one machine (what it has)"
-        )
-        ours.add_argument("--pressure-seeds", type=int, default=4, help="seeds of pressure (4)")
-        ours.add_argument(
-            "--pressure-repetitions", type=int, default=20, help="repetitions of each (20)"
-        )
+        for options, name, default, meaning in (
+            (parser, "--num-topk-groups", None, "nodes that a token's experts are of (at most 4)"),
+            (ours, "--ranks-per-node", None, "ranks of a node, on one machine (what it has)"),
+            (ours, "--pressure-seeds", 4, "seeds of pressure (4)"),
+            (ours, "--pressure-repetitions", 20, "repetitions of each (20)"),
+        ):
+            options.add_argument(name, type=int, default=default, help=meaning)
     ours.add_argument("--quick", action="store_true", help="two ways to call, and no timing")
     ours.add_argument("--tune", action="store_true", help="time all chunk sizes, not the default")
     ours.add_argument(
@@ -414,18 +411,6 @@ def check_combined(
         assert combined_weights is None
 
 
-def check_under_pressure(
-    buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Namespace
-) -> None:
-    """The same seed must give the same bytes, every time."""
-    for seed in range(args.pressure_seeds):
-        report(buffer, f"Testing with seed {seed} ...")
-        expected = check_all(buffer, group, args, seed * buffer.group_size + buffer.rank)
-        for repetition in range(args.pressure_repetitions):
-            digest = check_all(buffer, group, args, seed * buffer.group_size + buffer.rank)
-            assert digest == expected, f"seed {seed}, repetition {repetition}: other bytes"
-
-
 def check_low_latency(buffer: deep_ep.Buffer, group: dist.ProcessGroup) -> None:
     """The low-latency test on this buffer, after normal calls."""
     import test_low_latency  # which is a program, too
@@ -570,7 +555,12 @@ def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.N
             "all ranks are on one node: pass a smaller --ranks-per-node, or run test_intranode.py"
         )
     if args.pressure_test_mode:
-        check_under_pressure(buffer, group, args)
+        check_under_pressure(
+            buffer,
+            range(args.pressure_seeds),
+            args.pressure_repetitions,
+            lambda seed: check_all(buffer, group, args, seed * buffer.group_size + buffer.rank),
+        )
     else:
         check_all(buffer, group, args, buffer.rank)
     if args.test_ll_compatibility:

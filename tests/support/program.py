@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,17 @@ def parse_faults(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     except ValueError as error:
         parser.error(f"--inject: {error}")
     args.diagnose |= bool(args.inject)
+
+
+def check_under_pressure(
+    buffer: Any, seeds: Iterable[int], repetitions: int, check: Callable[[int], int]
+) -> None:
+    """The same seed must give the same bytes, every time; check(seed) returns a hash of all that was received."""
+    for seed in seeds:
+        report(buffer, f"Testing with seed {seed} ...")
+        expected = check(seed)
+        for repetition in range(repetitions):
+            assert check(seed) == expected, f"seed {seed}, repetition {repetition}: other bytes"
 
 
 def report(buffer: Any, line: str) -> None:
