@@ -22,7 +22,6 @@ from support.elastic_exchange import (
     elastic_ranks,
     exchange_and_check,
     exchange_of,
-    make_inputs,
     run_cached_dispatch,
     run_combine,
     run_dispatch,
@@ -43,7 +42,7 @@ from support.elastic_groups import (
 )
 from support.exchange import Shape, assert_same_bytes
 from support.launch import DEVICE
-from support.normal_exchange import shape_of
+from support.normal_exchange import make_inputs, shape_of
 
 Tensor = torch.Tensor
 

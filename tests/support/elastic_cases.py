@@ -23,7 +23,6 @@ from deep_ep.utils.testing import seconds
 from support import elastic_reference as reference
 from support.elastic_exchange import (
     Exchange,
-    Inputs,
     Mode,
     Outputs,
     Setup,
@@ -36,6 +35,7 @@ from support.elastic_exchange import (
 )
 from support.exchange import Shape, assert_same_bytes, bytes_of
 from support.launch import DEVICE
+from support.normal_exchange import Inputs
 from support.program import (
     add_diagnosis_options,
     end_of_run,
@@ -193,7 +193,7 @@ def make_problem(setup: Setup, args: argparse.Namespace, seed: int, mode: Mode) 
             x, scales = per_token_cast_to_fp8(x)
         topk_idx, weights = draw_routing(args, num_tokens, setup.num_ranks, generator)
         biases = tuple(values() for _ in range(mode.num_biases))
-        inputs.append(Inputs(x, scales, topk_idx, weights, x, weights, biases))
+        inputs.append(Inputs(x, scales, topk_idx, weights, x, weights, x, biases))
     num_tokens_of = tuple(len(one.topk_idx) for one in inputs)
     sizes = args.num_tokens, args.hidden, args.num_experts, args.num_topk
     return places_of(setup, Shape(num_tokens_of, *sizes), mode, inputs)

@@ -14,9 +14,9 @@ import torch
 
 import deep_ep
 from support import elastic_reference as reference
-from support.exchange import Shape, assert_same_bytes, make_routing
+from support.exchange import Shape, assert_same_bytes
 from support.launch import DEVICE, RankThreads
-from support.normal_exchange import nodes_of, random_bytes, random_scales
+from support.normal_exchange import Inputs, Rows, make_inputs, nodes_of, summands
 from support.normal_reference import Received, rows_of
 
 Tensor = torch.Tensor
@@ -46,14 +46,13 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Mode:
+class Mode(Rows):
     """How to exchange.
 
     spare_tokens: what `num_max_tokens_per_rank` is larger than the most tokens of a rank; None leaves it
     to the constructor's, which then must do. spare_capacity: what `expert_capacity` is larger than it must be;
-    None leaves it out. dtype, cached_dtype: of the rows. scales: their dtype, "" for
-    none. cached_expand: say `do_expand` in the cached dispatch as well. previous: "none", "empty" (an
-    `EventOverlap` without event), "overlap" or "handle".
+    None leaves it out. cached_expand: say `do_expand` in the cached dispatch as well. previous,
+    previous_before_epilogue: an "overlap" or a "handle", too.
     """
 
     do_expand: bool = False
@@ -61,12 +60,6 @@ class Mode:
     expert_alignment: int | None = None
     spare_capacity: int | None = None
     spare_tokens: int | None = None
-    dtype: str = "bfloat16"
-    cached_dtype: str = "bfloat16"
-    cached_hidden: int = 64
-    scales: str = ""
-    num_scales: int = 3
-    scale_strides: str = "rows"
     is_tma_aligned: bool = False
     has_weights: bool = True
     do_zero_padding: bool = False
@@ -74,30 +67,14 @@ class Mode:
     has_stats: bool = False
     cached_expand: bool = True
     cached_weights: bool = False
-    combine_hidden: int = 24
     combine_weights: bool = True
-    num_biases: int = 0
     list_of_biases: bool = False
-    previous: str = "none"
     previous_before_epilogue: str = "none"
     is_async: bool = False
-    allocate_on_comm_stream: bool = False
 
     @property
     def alignment(self) -> int:
         return self.expert_alignment or 1
-
-
-class Inputs(NamedTuple):
-    """What one rank sends."""
-
-    x: Tensor  # [T, hidden], random bytes
-    scales: Tensor | None  # [T, num_scales]
-    topk_idx: Tensor  # [T, K] int64
-    topk_weights: Tensor  # [T, K] float32
-    cached_x: Tensor  # [T, cached_hidden], random bytes
-    cached_weights: Tensor  # [T, K] float32
-    biases: tuple[Tensor, ...]  # [T, combine_hidden] bfloat16
 
 
 class Exchange(NamedTuple):
@@ -160,41 +137,6 @@ def max_tokens_of(shape: Shape, mode: Mode) -> int:
     if mode.spare_tokens is None:
         return MAX_TOKENS
     return max(1, max(shape.num_tokens) + mode.spare_tokens)
-
-
-def make_inputs(shape: Shape, mode: Mode) -> list[Inputs]:
-    """Inputs of all ranks. Equal shapes and modes give equal inputs."""
-    generator = torch.Generator().manual_seed(shape.seed)
-    inputs = []
-    for num_tokens in shape.num_tokens:
-        scales = random_scales(
-            num_tokens, mode.num_scales, mode.scales, mode.scale_strides, generator
-        )
-        topk_idx, topk_weights = make_routing(shape, num_tokens, generator)
-        inputs.append(
-            Inputs(
-                random_bytes(num_tokens, shape.hidden, mode.dtype, generator),
-                scales,
-                topk_idx,
-                topk_weights,
-                random_bytes(num_tokens, mode.cached_hidden, mode.cached_dtype, generator),
-                torch.randn(topk_idx.shape, generator=generator),
-                tuple(
-                    summands(num_tokens, mode.combine_hidden, generator)
-                    for _ in range(mode.num_biases)
-                ),
-            )
-        )
-    return inputs
-
-
-def summands(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[rows, columns] bfloat16 whose sums depend on their order: half of them are 2^30 or its negative, beside
-    which float32 loses the others."""
-    size = rows, columns
-    small, large = (torch.randn(size, generator=generator) for _ in range(2))
-    is_large = torch.rand(size, generator=generator) < 0.5
-    return torch.where(is_large, large.sign() * 2**30, small).bfloat16()
 
 
 def places_of(

@@ -29,15 +29,13 @@ SMALL = deep_ep.Config(4, 3, 8, 2, 5)
 
 
 @dataclass(frozen=True)
-class Mode:
-    """How to exchange.
+class Rows:
+    """What is exchanged, here and by `ElasticBuffer`.
 
     dtype, cached_dtype: of the rows of the dispatch, and of the cached dispatch. scales: dtype of the
     scales that go with them, "" for none. scale_strides: "rows", "columns" (as transposing makes
     them), "sparse" (neither stride is 1) or "same" (one row for all tokens).
-    has_topk: pass top-k with the dispatch. spare_rows: of the worst-case mode, beyond what comes;
-    None for exact sizes. weights: of combine, [n, num_topk], where True. previous: "none", "empty" (an
-    event that holds none) or "event".
+    previous: "none", "empty" (an event that holds none), or how an event is given.
     """
 
     dtype: str = "bfloat16"
@@ -46,15 +44,25 @@ class Mode:
     scales: str = ""
     num_scales: int = 3
     scale_strides: str = "rows"
+    combine_hidden: int = 24
+    num_biases: int = 0
+    previous: str = "none"
+    allocate_on_comm_stream: bool = False
+
+
+@dataclass(frozen=True)
+class Mode(Rows):
+    """How to exchange.
+
+    has_topk: pass top-k with the dispatch. spare_rows: of the worst-case mode, beyond what comes;
+    None for exact sizes. weights: of combine, [n, num_topk], where True. previous: an "event", too.
+    """
+
     has_topk: bool = True
     spare_rows: int | None = None
     expert_alignment: int = 1
-    combine_hidden: int = 24
     weights: bool = True
-    num_biases: int = 0
-    previous: str = "none"
     async_finish: bool = False
-    allocate_on_comm_stream: bool = False
 
 
 class Inputs(NamedTuple):
@@ -65,6 +73,7 @@ class Inputs(NamedTuple):
     topk_idx: Tensor  # [T, K] int64
     topk_weights: Tensor  # [T, K] float32
     cached_x: Tensor  # [T, cached_hidden], random bytes
+    cached_weights: Tensor  # [T, K] float32
     values: Tensor  # [T, combine_hidden] bfloat16; experts make their rows of them
     biases: tuple[Tensor, ...]  # [T, combine_hidden] bfloat16
 
@@ -145,35 +154,37 @@ def with_strides(rows: Tensor, strides: str) -> Tensor:
     return rows
 
 
-def random_scales(
-    rows: int, columns: int, dtype: str, strides: str, generator: torch.Generator
-) -> Tensor | None:
-    """[rows, columns] whose bytes are random, laid out like that; `None` without a dtype."""
-    return with_strides(random_bytes(rows, columns, dtype, generator), strides) if dtype else None
+def summands(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """[rows, columns] bfloat16 whose sums depend on their order: half of them are 2^30 or its negative, beside
+    which float32 loses the others."""
+    size = rows, columns
+    small, large = (torch.randn(size, generator=generator) for _ in range(2))
+    is_large = torch.rand(size, generator=generator) < 0.5
+    return torch.where(is_large, large.sign() * 2**30, small).bfloat16()
 
 
-def make_inputs(shape: Shape, mode: Mode) -> list[Inputs]:
+def make_inputs(shape: Shape, mode: Rows) -> list[Inputs]:
     """Inputs of all ranks. Equal shapes and modes give equal inputs."""
     generator = torch.Generator().manual_seed(shape.seed)
     inputs = []
-    for num_tokens in shape.num_tokens:
-        scales = random_scales(
-            num_tokens, mode.num_scales, mode.scales, mode.scale_strides, generator
-        )
-        topk_idx, topk_weights = make_routing(shape, num_tokens, generator)
-
-        def values(rows: int = num_tokens) -> Tensor:
-            return torch.randn(rows, mode.combine_hidden, generator=generator).bfloat16()
-
+    for tokens in shape.num_tokens:
+        topk_idx, topk_weights = make_routing(shape, tokens, generator)
+        scales = None
+        if mode.scales:
+            scales = random_bytes(tokens, mode.num_scales, mode.scales, generator)
+            scales = with_strides(scales, mode.scale_strides)
         inputs.append(
             Inputs(
-                random_bytes(num_tokens, shape.hidden, mode.dtype, generator),
+                random_bytes(tokens, shape.hidden, mode.dtype, generator),
                 scales,
                 topk_idx,
                 topk_weights,
-                random_bytes(num_tokens, mode.cached_hidden, mode.cached_dtype, generator),
-                values(),
-                tuple(values() for _ in range(mode.num_biases)),
+                random_bytes(tokens, mode.cached_hidden, mode.cached_dtype, generator),
+                torch.randn(topk_idx.shape, generator=generator),
+                summands(tokens, mode.combine_hidden, generator),
+                tuple(
+                    summands(tokens, mode.combine_hidden, generator) for _ in range(mode.num_biases)
+                ),
             )
         )
     return inputs
