@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -12,33 +12,11 @@ from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPArgumentError
 from deep_ep.moe import ops, steps
 from deep_ep.moe.awaited import AwaitedTensor
-from deep_ep.moe.steps import Options, Way
+from deep_ep.moe.steps import Dispatched, Options, Way
 from deep_ep.types.bounds import integer
 from deep_ep.utils.math import GROUP
 
 Tensor = torch.Tensor
-
-
-class Dispatched(NamedTuple):
-    """What `dispatch` returns, and `combine` takes.
-
-    Attributes:
-        x: rows for the experts of this rank; gradients go back to the tokens. With `permute`
-            [sum of num_tokens_per_expert, hidden]: expert by expert, within an expert by source rank and source
-            token; rows of padding are 0. Without, [num_recv_rows, hidden] by source rank and source token.
-        num_tokens_per_expert: [num_local_experts] int64 on the host; multiples of `expert_alignment`.
-        topk_idx: [num_recv_rows, num_topk] int64, experts of this rank, -1 elsewhere.
-        topk_weights: [num_recv_rows, num_topk] float32, 0 elsewhere; gradients go back to the routing weights.
-        way: for `combine`.
-        buffer: for `combine`.
-    """
-
-    x: Tensor
-    num_tokens_per_expert: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
-    way: Way
-    buffer: Buffer
 
 
 _DISPATCH, _COMBINE = "deep_ep.moe.dispatch", "deep_ep.moe.combine"
@@ -82,13 +60,11 @@ def dispatch(
     options = checked_options(x, topk_idx, topk_weights, buffer, options)
     topk_idx, topk_weights = topk_idx.to(torch.int64), topk_weights.to(torch.float32)
     if torch.compiler.is_compiling():
-        arrived = ops.dispatch(buffer.number, x, topk_idx, topk_weights, options)
-    else:
-        arrived = MoEDispatch.apply(  # type: ignore[no-untyped-call]
-            x, topk_idx, topk_weights, num_experts, options.fp8, options.permute, buffer, options
-        )
-    rows, recv_idx, recv_weights, num_per_expert, way = arrived
-    return Dispatched(rows, num_per_expert, recv_idx, recv_weights, way, buffer)
+        return ops.dispatch(buffer, x, topk_idx, topk_weights, options)
+    dispatched = MoEDispatch.apply(  # type: ignore[no-untyped-call]
+        x, topk_idx, topk_weights, num_experts, options.fp8, options.permute, buffer, options
+    )
+    return Dispatched(*dispatched)
 
 
 def combine(y: Tensor, dispatched: Dispatched, *, async_finish: bool = False) -> Tensor:
@@ -141,12 +117,14 @@ class MoEDispatch(torch.autograd.Function):
         arrived = steps.dispatch(buffer, x, topk_idx, topk_weights, options)
         ctx.buffer, ctx.way = buffer, arrived.way
         ctx.save_for_backward(arrived.topk_idx)
-        ctx.mark_non_differentiable(arrived.topk_idx, arrived.num_per_expert)
+        ctx.mark_non_differentiable(arrived.topk_idx, arrived.num_tokens_per_expert)
         return tuple(arrived)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *others: Any) -> Any:
+    def backward(
+        ctx: Any, grad_x: Tensor, _: Any, __: Any, grad_weights: Tensor, *others: Any
+    ) -> Any:
         (topk_idx,) = ctx.saved_tensors
         grads = steps.dispatch_backward(ctx.buffer, ctx.way, topk_idx, grad_x, grad_weights)
         return (grads[0], None, grads[1], *(None,) * 5)

@@ -12,7 +12,7 @@ import torch
 from deep_ep.buffer import Buffer, numbered
 from deep_ep.moe import steps
 from deep_ep.moe.permutation import Permutation
-from deep_ep.moe.steps import Arrived, Options, Way
+from deep_ep.moe.steps import Dispatched, Options, Way
 from deep_ep.types import handles
 
 Tensor = torch.Tensor
@@ -22,13 +22,14 @@ _NUM_INDICES = 3
 
 
 def dispatch(
-    number: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
-) -> Arrived:
-    """See `steps.dispatch`; the buffer by its number."""
-    rows, idx, weights, num_per_expert, flat = torch.ops.deep_ep.moe_dispatch(
-        x, topk_idx, topk_weights, *options, number
+    buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
+) -> Dispatched:
+    """See `steps.dispatch`."""
+    rows, num_per_expert, idx, weights, flat = torch.ops.deep_ep.moe_dispatch(
+        x, topk_idx, topk_weights, *options, buffer.number
     )
-    return Arrived(rows, idx, weights, num_per_expert, _way(flat, rows, idx, options.permute))
+    way = _way(flat, rows, idx, options.permute)
+    return Dispatched(rows, num_per_expert, idx, weights, way, buffer)
 
 
 def combine(number: int, way: Way, y: Tensor, weights: Tensor) -> Tensor:
@@ -65,8 +66,8 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
 
 def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *others: Any) -> tuple[Any, ...]:
     *options, number = others
-    buffer = numbered(number)
-    *arrived, way = steps.dispatch(buffer, x, topk_idx, topk_weights, Options(*options))
+    given = x, topk_idx, topk_weights, Options(*options)
+    *arrived, way, _ = steps.dispatch(numbered(number), *given)
     return (*arrived, _flat(way))
 
 
@@ -87,9 +88,9 @@ def _dispatch_fake(
         indices = [topk_idx.new_empty(size) for size in (num_pairs, num_pairs, num_places)]
     return (
         x.new_empty(num_rows, x.shape[1]),
+        torch.empty(options.num_experts // buffer.group_size, dtype=torch.int64, device="cpu"),
         topk_idx.new_empty(num_recv, topk_idx.shape[1]),
         topk_weights.new_empty(num_recv, topk_idx.shape[1]),
-        torch.empty(options.num_experts // buffer.group_size, dtype=torch.int64, device="cpu"),
         [*indices, *_handle_fake(buffer, x, num_recv)],
     )
 
@@ -134,10 +135,12 @@ def _num_tokens(flat: _Flat, permute: bool) -> int:
 def _keep_of_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, _, _, *options, ctx.buffer = inputs
     ctx.permute = Options(*options).permute
-    ctx.save_for_backward(output[1], *output[-1])
+    ctx.save_for_backward(output[2], *output[-1])
 
 
-def _through_dispatch(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *others: Any) -> Any:
+def _through_dispatch(
+    ctx: Any, grad_x: Tensor, _: Any, __: Any, grad_weights: Tensor, *others: Any
+) -> Any:
     topk_idx, *flat = ctx.saved_tensors
     grads = torch.ops.deep_ep.moe_dispatch_backward(
         topk_idx, grad_x, grad_weights, flat, ctx.permute, ctx.buffer

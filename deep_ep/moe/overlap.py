@@ -21,7 +21,7 @@ from deep_ep.buffer import Buffer
 from deep_ep.errors import EPUsageError
 from deep_ep.moe import steps
 from deep_ep.moe.exchange import check_combine, checked_options
-from deep_ep.moe.steps import Arrived, Options
+from deep_ep.moe.steps import Dispatched, Options
 from deep_ep.types.event import EventOverlap
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ class _Computed(NamedTuple):
         y: what the experts returned, with its graph if gradients are wanted.
     """
 
-    arrived: Arrived
+    arrived: Dispatched
     rows: Tensor
     y: Tensor
 
@@ -98,10 +98,10 @@ class MoEOverlapped(torch.autograd.Function):
             for half in (slice(middle), slice(middle, None))
         )
 
-        def compute(arrived: Arrived) -> _Computed:
+        def compute(arrived: Dispatched) -> _Computed:
             rows = arrived.x.detach().requires_grad_(records)
             with torch.set_grad_enabled(records):
-                y = experts(rows, arrived.num_per_expert)
+                y = experts(rows, arrived.num_tokens_per_expert)
             check_combine(y, rows)
             return _Computed(arrived, rows, y)
 

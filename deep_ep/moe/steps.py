@@ -44,29 +44,26 @@ class Way(NamedTuple):
     permutation: Permutation | None
 
 
-class Arrived(NamedTuple):
-    """What a dispatch returns.
+class Dispatched(NamedTuple):
+    """What `dispatch` returns, and `combine` takes.
 
     Attributes:
-        x: [num_rows, hidden], one per received row, or by expert.
-        topk_idx: [num_recv_rows, num_topk] int64.
-        topk_weights: [num_recv_rows, num_topk] float32.
-        num_per_expert: [num_local_experts] int64 on the host, rows of each expert, padding included.
-        way: for the way back.
+        x: rows for the experts of this rank; gradients go back to the tokens. With `permute`
+            [sum of num_tokens_per_expert, hidden]: expert by expert, within an expert by source rank and source
+            token; rows of padding are 0. Without, [num_recv_rows, hidden] by source rank and source token.
+        num_tokens_per_expert: [num_local_experts] int64 on the host; multiples of `expert_alignment`.
+        topk_idx: [num_recv_rows, num_topk] int64, experts of this rank, -1 elsewhere.
+        topk_weights: [num_recv_rows, num_topk] float32, 0 elsewhere; gradients go back to the routing weights.
+        way: for `combine`.
+        buffer: for `combine`.
     """
 
     x: Tensor
+    num_tokens_per_expert: Tensor
     topk_idx: Tensor
     topk_weights: Tensor
-    num_per_expert: Tensor
     way: Way
-
-
-class Prepared(NamedTuple):
-    """What a dispatch sends: rows as they travel, and the arguments that say where to."""
-
-    rows: Tensor | tuple[Tensor, Tensor]
-    routing: dict[str, Any]
+    buffer: Buffer
 
 
 class PendingDispatch(NamedTuple):
@@ -82,7 +79,7 @@ class PendingDispatch(NamedTuple):
 
 def dispatch(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
-) -> Arrived:
+) -> Dispatched:
     """Sends tokens to the ranks of their experts. Collective."""
     sent = send(buffer, prepare(buffer, x, topk_idx, topk_weights, options))
     return arrive(buffer, sent, options)
@@ -90,10 +87,10 @@ def dispatch(
 
 def prepare(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
-) -> Prepared:
-    """All of a dispatch that needs no other rank."""
+) -> dict[str, Any]:
+    """All of a dispatch that needs no other rank: what `Buffer.dispatch` takes, by name; rows as they travel."""
     rows = per_token_cast_to_fp8(x) if options.fp8 else x
-    return Prepared(rows, routing(buffer, topk_idx, topk_weights, options.num_experts))
+    return {"x": rows, **routing(buffer, topk_idx, topk_weights, options.num_experts)}
 
 
 def routing(
@@ -111,7 +108,9 @@ def routing(
     }
 
 
-def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) -> PendingDispatch:
+def send(
+    buffer: Buffer, prepared: dict[str, Any], after: EventOverlap | None = None
+) -> PendingDispatch:
     """Sends what was prepared. Collective; the host waits until it knows how many rows come.
 
     Args:
@@ -121,12 +120,12 @@ def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) 
     """
     # All are there after a dispatch with top-k tensors and without a handle.
     returned: Any = buffer.dispatch(
-        prepared.rows, **prepared.routing, previous_event=after, async_finish=after is not None
+        **prepared, previous_event=after, async_finish=after is not None
     )
     return PendingDispatch(*returned)
 
 
-def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Arrived:
+def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Dispatched:
     """Waits, on the current stream, and puts the rows in order."""
     wait(sent.event)
     num_per_expert = torch.tensor(sent.counts, dtype=torch.int64, device="cpu")
@@ -141,7 +140,7 @@ def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Arrived:
     rows = per_token_cast_back(*received) if options.fp8 else received[0]
     way = Way(sent.handle, len(sent.topk_idx), permutation)
     padded = permuting.aligned(num_per_expert, alignment)
-    return Arrived(rows, sent.topk_idx, sent.topk_weights, padded, way)
+    return Dispatched(rows, padded, sent.topk_idx, sent.topk_weights, way, buffer)
 
 
 def wait(event: EventOverlap) -> None:
