@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
-from deep_ep.base import env
 from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH, fail
 from deep_ep.base.warning import warn
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPError, EPTransportError, EPUsageError, ranks_text
 from deep_ep.hang import wording
-from deep_ep.hang.recorder import Recorder
 from deep_ep.hang.states import DESTRUCTION
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.observe.parts import PartStamps
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from deep_ep.base.group import Group
     from deep_ep.base.ranks import RankPlace
     from deep_ep.checks.arguments import Limits
-    from deep_ep.hang import hang_watch
+    from deep_ep.hang.recorder import Recorder
     from deep_ep.membership.liveness import Liveness
     from deep_ep.native.backend import Backend
     from deep_ep.native.runtime import Runtime
@@ -273,36 +271,6 @@ class Communicator:
             self.counters.clear()
             self.parts = None
 
-    # ---- hangs
-
-    def record(
-        self,
-        buffer: str,
-        most_calls: int,
-        settings: hang_watch.HangWatchSettings,
-        offers: Sequence[Any],
-        called_ns: int,
-    ) -> None:
-        """Remembers calls from now on, and says when this rank waits for long.
-
-        Args:
-            buffer: names the buffer, the same on all ranks.
-            most_calls: that are remembered.
-            settings: when it says so.
-            offers: of all ranks, what lets others see their stacks.
-            called_ns: when the program called `Buffer`, UTC.
-        """
-        if self.runtime is None:
-            return
-        own = self.rank, self.num_ranks, buffer, self._places[self.rank]
-        num_frames = env.recorder_frames()
-        self.recorder = Recorder(
-            *own, self.runtime.native, most_calls, self.masks.known, num_frames, called_ns
-        )
-        if num_frames:
-            self.before_operation.append(self.recorder.note_call)
-        self._liveness.watch(self.recorder, settings, self._places, offers)
-
     # ---- clocks and memory
 
     def measure_clock_offsets(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -365,7 +333,11 @@ class Communicator:
             keeps_memory = False
             try:
                 self._finish(runtime)
-                self._tell_failure(runtime)
+                failure = runtime.native.take_failure()
+                if (
+                    failure is not None
+                ):  # of operations on a GPU after which no call came that could have raised it
+                    warn(f"destroy on rank {self.rank}: {error_from_failure(failure, self.rank)}")
                 # Before the others are waited for: they may be waiting for this rank.
                 self._part()
                 for watcher in watchers:
@@ -389,12 +361,6 @@ class Communicator:
         """Waits for what this rank has queued; for the whole device would be for kernels that wait for this rank."""
         for stream in (self.backend.current_stream(), runtime.get_comm_stream()):
             stream.synchronize()
-
-    def _tell_failure(self, runtime: Runtime) -> None:
-        """What the last operations found on a GPU, where no call came after them that could have raised it."""
-        failure = runtime.native.take_failure()
-        if failure is not None:
-            warn(f"destroy on rank {self.rank}: {error_from_failure(failure, self.rank)}")
 
     def _part(self) -> None:
         """This rank makes no more calls, and says whom it waits for in `destroy`."""

@@ -17,6 +17,7 @@ from deep_ep.checks import arguments as checks
 from deep_ep.checks.arguments import Limits
 from deep_ep.errors import EPError, EPUsageError
 from deep_ep.hang import hang_watch, stacks
+from deep_ep.hang.recorder import Recorder
 from deep_ep.membership import coordinator, rendezvous
 from deep_ep.membership.monitored_group import MonitoredGroup
 from deep_ep.native import backend
@@ -291,11 +292,15 @@ class _Connecting:
             *(member, self._claims, settings.may_mask),
         )
         if env.recorder():
-            name = _name_of(allocated)[:12]
-            settings_of_watch = hang_watch.HangWatchSettings(env.warn_s(), settings.wait_s)
-            shown = [offered for *_, offered in allocated]
-            called_ns = monitored.called_ns
-            communicator.record(name, env.recorder(), settings_of_watch, shown, called_ns)
+            num_frames, rank = env.recorder_frames(), self._group.rank
+            own = rank, self._group.size, _name_of(allocated)[:12], places[rank], native
+            masked = communicator.masks.known
+            recorder = Recorder(*own, env.recorder(), masked, num_frames, monitored.called_ns)
+            communicator.recorder = recorder
+            if num_frames:
+                communicator.before_operation.append(recorder.note_call)
+            says_so = hang_watch.HangWatchSettings(env.warn_s(), settings.wait_s)
+            member.watch(recorder, says_so, places, [offered for *_, offered in allocated])
         return communicator
 
 
