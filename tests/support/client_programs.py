@@ -59,11 +59,10 @@ def problem_of(rank: Rank, num_tokens: int | None = None, seed: int = 0) -> Prob
     return Problem(x.to(DEVICE), topk_idx.to(DEVICE), weights.to(DEVICE), num_experts)
 
 
-def assert_weighted(combined: Tensor, problem: Problem, weights: Tensor | None = None) -> None:
+def assert_weighted(combined: Tensor, problem: Problem) -> None:
     """Every token times the sum of its weights."""
-    total = (problem.weights if weights is None else weights).sum(1, keepdim=True)
     assert combined.dtype == torch.bfloat16
-    assert torch.equal(combined.float(), problem.x.float() * total)
+    assert torch.equal(combined.float(), problem.x.float() * problem.weights.sum(1, keepdim=True))
 
 
 def weigh_compact(recv_x: Tensor, recv_topk_idx: Tensor, recv_weights: Tensor) -> Tensor:

@@ -375,9 +375,11 @@ def group_maxima(rows: torch.Tensor) -> torch.Tensor:
     return groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)
 
 
-def exchange_and_check(ranks: Ranks, shape: Shape, mode: Mode) -> None:
-    """One dispatch and one combine on all ranks; all results equal the reference's."""
-    inputs = make_inputs(shape)
+def exchange_and_check(
+    ranks: Ranks, shape: Shape, mode: Mode, inputs: list[Inputs] | None = None
+) -> None:
+    """One dispatch and one combine on all ranks; all results equal the reference's. Inputs are random unless given."""
+    inputs = inputs or make_inputs(shape)
     received = ranks.run(lambda rank, buffer: dispatch(buffer, inputs[rank], shape, mode))
     dispatched = expected_dispatch(inputs, shape, mode)
     assert_received(received, dispatched, shape, mode)

@@ -213,10 +213,7 @@ def test_combine_fuses_multiplication_and_addition() -> None:
         # Experts 0 and 7 make the same of a row, see apply_expert().
         inputs.append(one._replace(topk_idx=torch.tensor([[0, 7]] * 8), topk_weights=weights))
     with ranks_for(shape) as ranks:
-        received, ys = dispatch_all(ranks, inputs, shape)
-        combined = combine_all(ranks, inputs, received, ys)
-    want = expected_combine(inputs, ys, expected_dispatch(inputs, shape, PLAIN))
-    assert_combined(combined, want)
+        exchange_and_check(ranks, shape, PLAIN, inputs)
 
 
 def test_bf16_dispatch_moves_bytes_unchanged() -> None:

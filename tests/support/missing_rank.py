@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deep_ep.errors import EPTimeoutError
@@ -57,7 +57,6 @@ def run_without(
     timeout_s: float,
     *args: Any,
     victims: Sequence[int] = (MISSING,),
-    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Runs scenario(rank, group, *args); checks that nothing is left, and how everybody ended. Returns
     what the survivors saw.
@@ -67,7 +66,7 @@ def run_without(
         scenario,
         num_ranks,
         *args,
-        env={"DEEP_EP_TIMEOUT_S": str(timeout_s), **(env or {})},
+        env={"DEEP_EP_TIMEOUT_S": str(timeout_s)},
     )
     survivors: list[Outcome] = [o for rank, o in enumerate(outcomes) if rank not in victims]
     assert [outcomes[victim].exit_code for victim in victims] == [victim_exit_code] * len(victims)
