@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,12 +185,6 @@ _DIAGNOSE_MODE = Kind(
     "0, 1, sync:STEPS with STEPS at least 1, or async:SECONDS above 0",
     _diagnose_mode,
 )
-_SIGNAL = Kind(
-    "signal | 0",
-    "the name or number of a signal that can be handled, or 0",
-    lambda text: int(text) if text.isdecimal() else signal.Signals[text].value,
-    lambda number: number in {0, *signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP},
-)
 
 
 # ---- the variables
@@ -262,9 +255,6 @@ tuned = Variable(
     "~/.cache/deep_ep/tuned.json",
 )
 """where `python -m deep_ep.tune` remembers what it measured"""
-
-dump_signal = Variable("DEEP_EP_DUMP_SIGNAL", _SIGNAL, "SIGUSR2")
-"""signal on which a process with a Buffer writes a dump; 0: none"""
 
 nvshmem_qp_depth = Variable("NVSHMEM_QP_DEPTH", _COUNT, "1024")
 """depth of NVSHMEM's queue pairs, as Buffer.nvshmem_qp_depth"""

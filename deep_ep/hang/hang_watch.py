@@ -6,21 +6,17 @@ All but what is marked runs in the thread that speaks for the rank (liveness.py)
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep.base.ranks import rank_of
 from deep_ep.base.rules import NUMBERED_TOGETHER
-from deep_ep.errors import EPUsageError
-from deep_ep.hang import messages, recorder, request, stacks, wording
+from deep_ep.hang import messages, recorder, stacks
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.messages import Handlers, Message
-from deep_ep.hang.request import Request
+from deep_ep.hang.messages import Handlers, InquiryVerdict, Message
 from deep_ep.hang.states import Process, RankState
 from deep_ep.hang.verdict import judge
 
@@ -63,6 +59,7 @@ class HangWatch:
     """Of one rank of one buffer.
 
     Attributes:
+        rank: this rank.
         buffer: names it.
         raised: by rank, the exception that ended its program.
     """
@@ -76,7 +73,7 @@ class HangWatch:
         """
         self.buffer = ""
         self.raised: dict[int, str] = {}
-        self._rank, self._say = rank, say
+        self.rank, self._say = rank, say
         self._recorder: Recorder | None = None
         self._settings = HangWatchSettings(0.0, 0.0)
         self._waits_in: tuple[str, int] = ("", 0)
@@ -88,7 +85,7 @@ class HangWatch:
         self._stop_watching: Callable[[], None] | None = None
         self._places: Sequence[RankPlace] = ()
         self._offers: Sequence[Any] = ()
-        self._requests: dict[str, Request] = {}  # by folder
+        self._dump_askers: dict[str, list[Callable[[InquiryVerdict], None]]] = {}  # by folder
         # Who was already gone when rank 0 was found to be; empty: it is not.
         self._gone_with_0: set[int] = set()
 
@@ -119,7 +116,6 @@ class HangWatch:
     def close(self) -> None:
         """The buffer ends. May be repeated, and be called by a destructor."""
         self._recorder = None
-        request.detach(self)
         stop, self._stop_watching = self._stop_watching, None
         if stop is not None:
             stop()
@@ -129,15 +125,17 @@ class HangWatch:
         self._settings = HangWatchSettings(seconds, self._settings.timeout_s)
         self._waits_in = ("", 0)
 
-    def ask_for_dump(self, directory: str, asked: Request | None = None) -> None:
+    def ask_for_dump(
+        self, directory: str, answer: Callable[[InquiryVerdict], None] | None = None
+    ) -> None:
         """Has rank 0, or who leads in its place, write a dump of all ranks into a folder of its host.
 
         Args:
             directory: the folder.
-            asked: the request of another process, which is answered once the dump is there.
+            answer: is told, by the thread that speaks for the rank, which files were written there; none if that failed.
         """
-        if asked is not None:
-            self._requests[directory] = asked
+        if answer is not None:
+            self._dump_askers.setdefault(directory, []).append(answer)
         self._say(messages.InquiryRequest(False, directory))
 
     def verdict_on(self, operation: str, number: int) -> HangVerdict | None:
@@ -184,14 +182,10 @@ class HangWatch:
         }
 
     def _take_verdict(self, found: messages.InquiryVerdict) -> None:
-        """Also tells who has asked for dumps which files they are; none could be written if the list is empty."""
         self._verdict = found.verdict
-        for folder in self._requests.keys() & found.dumped.keys():
-            files = found.dumped[folder]
-            error = "" if files else f"{folder} cannot be written; see the logs"
-            with contextlib.suppress(OSError, EPUsageError):  # who asked has gone
-                asked = self._requests.pop(folder)
-                request.answer(asked, map(Path, files), wording.line(found.verdict), error)
+        for folder in self._dump_askers.keys() & found.dumped.keys():
+            for answer in self._dump_askers.pop(folder):
+                answer(replace(found, dumped={folder: found.dumped[folder]}))
 
     def _answer_state(self, answer: Callable[[Message], None], asked: messages.AskState) -> None:
         if self._recorder is not None:
@@ -222,7 +216,7 @@ class HangWatch:
 
     def _exit_of(self, rank: int) -> str:
         places = self._places
-        if not places or places[rank].host != places[self._rank].host:
+        if not places or places[rank].host != places[self.rank].host:
             return ""
         return stacks.exit_of(places[rank].pid, self._offers[rank])
 
@@ -239,7 +233,7 @@ class HangWatch:
         if own is None:
             return
         state = own.state(_CALLS_TOLD, with_threads=False)
-        states = {self._rank: state, 0: self._unheard(0, state, process)}
+        states = {self.rank: state, 0: self._unheard(0, state, process)}
         for rank, place in enumerate(self._places):
             if rank not in states and rank not in left and place.host == state.host:
                 seen = stacks.process_of(place.pid, self._offers[rank])
@@ -254,7 +248,7 @@ class HangWatch:
         place = self._places[rank]
         of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
         exit_ = self._exit_of(rank) if process == "gone" else ""
-        return RankState(*of_rank, written_by=self._rank, process=process, exit=exit_)
+        return RankState(*of_rank, written_by=self.rank, process=process, exit=exit_)
 
     def _publish(self, own: Recorder) -> None:
         """So that something is known of this rank when it does not answer any more."""

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep.base.ranks import Decision, Key, Progress, RankPlace
 from deep_ep.base.rules import NUMBERED_TOGETHER
-from deep_ep.hang import hang_watch, messages, request
+from deep_ep.hang import hang_watch, messages
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.hang.messages import Dispatcher, Failure, Message
 from deep_ep.membership import agreement
 from deep_ep.membership.channel import Channel
 from deep_ep.membership.connection import Address
+from deep_ep.membership.dump_requests import DumpRequests
 from deep_ep.membership.loop import Loop
 
 if TYPE_CHECKING:
@@ -190,8 +191,7 @@ class Liveness:
         endpoint = self.endpoint
         if endpoint is not None:
             self.hangs.begin(recorder, settings, places, offers)
-            requests = request.attach(self.hangs)
-            endpoint.post(lambda: endpoint.listen(requests, request.take))
+            endpoint.post(lambda: endpoint.take_dump_requests(self.hangs))
             endpoint.post(lambda: self._look_at_own_waits(endpoint))
 
     def progress(self) -> Progress:
@@ -317,6 +317,7 @@ class Endpoint(Loop):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._members: dict[int, Liveness] = {}
+        self._dump_requests: DumpRequests | None = None
 
     @abstractmethod
     def say(self, rank: int, message: Message) -> None:
@@ -329,6 +330,10 @@ class Endpoint(Loop):
     @abstractmethod
     def _hand(self, rank: int, message: Message) -> None:
         """Takes what this process has to say to one of its own ranks there."""
+
+    def take_dump_requests(self, watch: HangWatch) -> None:
+        """Other programs may ask from now on; the first rank of this process has the dumps written."""
+        self._dump_requests = self._dump_requests or DumpRequests(self, watch)
 
     # What only other processes than rank 0's need.
 
@@ -353,6 +358,8 @@ class Endpoint(Loop):
     def close(self) -> None:
         super().close()
         self.channel.close()
+        if self._dump_requests is not None:
+            self._dump_requests.close()
 
     def forget(self) -> None:
         self.close()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # What is read when an error would be this rank's alone, and the others would wait for it.
 _NEEDED_LATER = (
     *(env.verify, env.recorder, env.recorder_frames, env.warn_s, env.phases, env.diagnose),
-    *(env.dump_signal, env.nvshmem_qp_depth),
+    env.nvshmem_qp_depth,
 )
 
 

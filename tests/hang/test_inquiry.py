@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO
 
 import pytest
 
@@ -19,7 +18,7 @@ import deep_ep
 from deep_ep.base.ranks import RankPlace
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
-from deep_ep.hang import messages, request, stacks
+from deep_ep.hang import messages, stacks
 from deep_ep.hang.hang_watch import HangWatch, HangWatchSettings
 from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.hang.messages import (
@@ -373,38 +372,6 @@ def test_a_process_writes_a_dump_when_it_is_asked(
     (of_buffer,) = (tmp_path / "dump").iterdir()
     names = {path.name for path in of_buffer.iterdir()}
     assert {"0.hang.json", "1.hang.json", "verdict.hang.json"} < names
-
-
-def test_a_signal_asks_once_in_however_many_pieces_its_stack_arrives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Asked:
-        buffer = "ep"
-        folders: ClassVar[list[str]] = []
-
-        def ask_for_dump(self, folder: str, _: object) -> None:
-            self.folders.append(folder)
-
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("DEEP_EP_DUMP_DIR", str(tmp_path / "own"))
-    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    monkeypatch.setattr(request, "_reading_end", reading)
-    monkeypatch.setattr(request, "_watches", {Asked()})
-    for piece in (
-        b"Stack (most recent ca",
-        b"ll first):\n",
-        b'  File "train.py", line 3 in step\n',
-    ):
-        os.write(writing, piece)
-        request.take()
-    # In a place of its own: the dump of another buffer may lie there, which is gone by now.
-    assert Asked.folders == [str(tmp_path / "own" / "ep")]
-    os.write(writing, b"Stack (most recent call first):\n")
-    request.take()
-    assert len(Asked.folders) == 2
-    os.close(reading)
-    os.close(writing)
 
 
 # --- in a group -----------------------------------------------------------------------------------

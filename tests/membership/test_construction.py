@@ -237,7 +237,7 @@ def test_who_has_not_called_destroy_is_named_while_the_others_wait_there(
 
 # Whatever a Buffer reads, and values that are not allowed.
 WRONG = {
-    **dict.fromkeys(("DEEP_EP_DUMP_SIGNAL", "NVSHMEM_QP_DEPTH", "DEEP_EP_INJECT"), "x"),
+    **dict.fromkeys(("NVSHMEM_QP_DEPTH", "DEEP_EP_INJECT"), "x"),
     "DEEP_EP_CLOCK_INTERVAL_S": "-1",
     "DEEP_EP_LAUNCH_SHAPE": "0x0",
     "DEEP_EP_RECORDER_FRAMES": "-1",

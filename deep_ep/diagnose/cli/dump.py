@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from ..core.package import EPArgumentError, EPError, printable, request
+from ..core.package import EPTransportError, hang_line, printable, request
 
 # Exit status when a process that was asked has written nothing.
 NO_ANSWER = 4
@@ -20,26 +19,18 @@ def dump(given: argparse.Namespace) -> int:
     failed = False
     # Who leads writes the files of all, and each process answers with all of them: each is named once.
     said: set[str] = set()
-    for asked in [request.request_dump(pid, given.into) for pid in _pids(given.whom)]:
+    for pid, connection in request.ask(given.pid, given.into):
         try:
-            answer = request.wait_for_answer(asked, given.timeout)
-        except EPError as error:
-            answer = request.Answer(asked.name, error=str(error))
-        failed = failed or bool(answer.error)
-        lines = (answer.error or "\n".join([*answer.files, answer.line])).splitlines()
+            found = request.answer(pid, connection, given.timeout)
+        except EPTransportError as error:
+            lines, failed = [str(error)], True
+        else:
+            lines = []
+            for folder, files in found.dumped.items():
+                lines += files or [f"{folder} cannot be written; see the logs"]
+                failed = failed or not files
+            lines.append(hang_line(found.verdict))
         for line in [line for line in lines if line not in said] or ["the same"]:
-            console.print(Text(f"process {asked.pid}: {printable(line)}"), soft_wrap=True)
+            console.print(Text(f"process {pid}: {printable(line)}"), soft_wrap=True)
         said.update(lines)
     return NO_ANSWER if failed else 0
-
-
-def _pids(whom: str) -> list[int]:
-    if whom.isdecimal() and not Path(whom).is_dir():
-        return [int(whom)]
-    found = [process.pid for process in request.processes(whom)]
-    if not found:
-        raise EPArgumentError(
-            f"dump: no process of this user and host writes dumps into {whom!r}; name a process, or the "
-            "directory of dumps of a running job (DEEP_EP_DUMP_SIGNAL must not be 0 there)."
-        )
-    return found

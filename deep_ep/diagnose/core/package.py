@@ -17,6 +17,7 @@ from deep_ep.errors import (
     EPArgumentError,
     EPError,
     EPNotBuiltError,
+    EPTransportError,
     EPTypeError,
     EPUsageError,
     ranks_text,
@@ -25,6 +26,7 @@ from deep_ep.hang import folder, request
 from deep_ep.hang import picture as hang_picture
 from deep_ep.hang import report as hang_report
 from deep_ep.hang.cause import HangVerdict
+from deep_ep.hang.wording import line as hang_line
 from deep_ep.membership import rendezvous
 from deep_ep.observe import stamps
 from deep_ep.observe.copier import to_host
