@@ -16,7 +16,7 @@ from deep_ep.base.ranks import rank_of
 from deep_ep.base.rules import NUMBERED_TOGETHER
 from deep_ep.hang import messages, recorder, stacks
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.messages import Handlers, InquiryVerdict, Message
+from deep_ep.hang.messages import InquiryVerdict, Message
 from deep_ep.hang.states import Process, RankState
 from deep_ep.hang.verdict import judge
 
@@ -110,7 +110,7 @@ class HangWatch:
         self._places, self._offers = places, offers
         self.buffer = own.buffer
         self._stop_watching = recorder.watch_exceptions(
-            lambda text: self._say(messages.ExceptionRaised(text))
+            lambda text: self._say(messages.RankRaised(self.rank, text))
         )
 
     def close(self) -> None:
@@ -173,26 +173,20 @@ class HangWatch:
         wanted = min(settings.warn_s or _LONGEST_S, settings.final_s) / 8
         return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
-    def handlers(self) -> Handlers[Callable[[Message], None]]:
-        """Of what rank 0 says, or who leads an inquiry in its place. They are handed what answers that rank."""
-        return {
-            messages.InquiryVerdict: lambda _, found: self._take_verdict(found),
-            messages.RankRaised: lambda _, raised: self.raised.update({raised.rank: raised.text}),
-            messages.AskState: self._answer_state,
-        }
-
-    def _take_verdict(self, found: messages.InquiryVerdict) -> None:
+    def take_verdict(self, found: messages.InquiryVerdict) -> None:
+        """Of an inquiry. Also tells who has asked for dumps."""
         self._verdict = found.verdict
         for folder in self._dump_askers.keys() & found.dumped.keys():
             for answer in self._dump_askers.pop(folder):
                 answer(replace(found, dumped={folder: found.dumped[folder]}))
 
-    def _answer_state(self, answer: Callable[[Message], None], asked: messages.AskState) -> None:
+    def say_state(self, answer: Callable[[Message], None], asked: messages.AskState) -> None:
+        """Where this rank is."""
         if self._recorder is not None:
             state = self._recorder.state(_CALLS_TOLD, with_threads=True)
             answer(messages.StateReport(asked.inquiry, state))
 
-    def inspect(self, asked: messages.Inspect) -> messages.InspectionAnswer:
+    def inspect(self, asked: messages.AskState) -> messages.StateReport:
         """What another process of this host is doing, which does not answer. Takes up to seconds; in any thread.
 
         Args:
@@ -206,19 +200,15 @@ class HangWatch:
         process, threads = stacks.look_at(self._places[rank].pid, self._offers[rank])
         if process == "gone" and self._gone_with_0 and rank not in self._gone_with_0:
             process = "silent"  # its program may have ended because rank 0 is gone
-        return messages.InspectionAnswer(asked.inquiry, rank, process, threads)
+        seen = replace(self._seen(rank, process), threads=threads)
+        return messages.StateReport(asked.inquiry, seen)
 
     def look_at_end(self, rank: int) -> None:
         """Tells how the process of a rank has ended, if that can be seen from here."""
-        exit_ = self._exit_of(rank)
-        if exit_:
-            self._say(messages.ExitSeen(rank, exit_))
-
-    def _exit_of(self, rank: int) -> str:
-        places = self._places
-        if not places or places[rank].host != places[self.rank].host:
-            return ""
-        return stacks.exit_of(places[rank].pid, self._offers[rank])
+        if self._places:
+            seen = self._seen(rank, "gone")
+            if seen.exit:
+                self._say(messages.StateReport(0, seen))
 
     def lose_rank_0(self, process: Process, left: Container[int] = ()) -> None:
         """Rank 0 is gone, which ends operations before anybody can be asked.
@@ -233,21 +223,23 @@ class HangWatch:
         if own is None:
             return
         state = own.state(_CALLS_TOLD, with_threads=False)
-        states = {self.rank: state, 0: self._unheard(0, state, process)}
+        states = {self.rank: state, 0: self._seen(0, process)}
         for rank, place in enumerate(self._places):
             if rank not in states and rank not in left and place.host == state.host:
                 seen = stacks.process_of(place.pid, self._offers[rank])
                 if seen in ("gone", "stopped"):
-                    states[rank] = self._unheard(rank, state, seen)
+                    states[rank] = self._seen(rank, seen)
         self._gone_with_0 = {rank for rank in states if states[rank].process == "gone"}
         verdict = judge(states)
         known = tuple(cause for cause in verdict.causes if {*cause.ranks} <= states.keys())
         self._verdict = replace(verdict, causes=known)
 
-    def _unheard(self, rank: int, own: RankState, process: Process) -> RankState:
-        place = self._places[rank]
-        of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
-        exit_ = self._exit_of(rank) if process == "gone" else ""
+    def _seen(self, rank: int, process: Process) -> RankState:
+        """What is known here of another rank's process."""
+        place, exit_ = self._places[rank], ""
+        if process == "gone" and place.host == self._places[self.rank].host:
+            exit_ = stacks.exit_of(place.pid, self._offers[rank])
+        of_rank = rank, len(self._places), self.buffer, place.host, place.pid
         return RankState(*of_rank, written_by=self.rank, process=process, exit=exit_)
 
     def _publish(self, own: Recorder) -> None:

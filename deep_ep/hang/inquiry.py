@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Callable, Protocol
 
-from deep_ep.base.ranks import rank_of
 from deep_ep.hang import messages, traces, wording
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import Handlers, Message
@@ -108,43 +107,35 @@ class Inquiries:
         self._aside, self._announce = aside, announce
         self._reported: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
-        self._exits: dict[int, str] = {}
         self._number = 0
         self._open: _Inquiry | None = None
 
     def handlers(self) -> Handlers[int]:
         """Of what ranks say to it."""
         return {
-            messages.ExceptionRaised: self._raise,
-            messages.ExitSeen: lambda _, seen: self._exits.update(
-                {self._rank_of(seen.rank): seen.exit}
-            ),
+            messages.RankRaised: self._raise,
             messages.InquiryRequest: lambda _, request: self.ask(request.final, request.dump_to),
             messages.StateReport: self._take_state,
-            messages.InspectionAnswer: self._take_inspection,
         }
 
-    def _raise(self, rank: int, message: messages.ExceptionRaised) -> None:
+    def _raise(self, rank: int, message: messages.RankRaised) -> None:
         self._raised[rank] = message.text
         self._send_all(messages.RankRaised(rank, message.text))
 
-    def _take_state(self, rank: int, report: messages.StateReport) -> None:
-        state, num_ranks = report.state, len(self._places)
-        if (state.rank, state.num_ranks) != (rank, num_ranks):
+    def _take_state(self, by: int, report: messages.StateReport) -> None:
+        state, places, opened = report.state, self._places, self._open
+        rank = state.rank  # below `num_ranks`, or it would not have been read
+        if state.num_ranks != len(places) or places[rank].host != places[by].host:
             raise ValueError(
-                f"rank {rank} of {num_ranks} says that it is rank {state.rank} of {state.num_ranks}"
+                f"rank {by} of {len(places)} tells of rank {rank} of {state.num_ranks}, which does not run beside it"
             )
-        self._reported[rank] = state
-        opened = self._open
+        if rank != by:
+            seen = replace(self._said_of(rank, state.process), threads=state.threads)
+            state = replace(seen, exit=state.exit, written_by=by, taken_ns=time.time_ns())
+        if rank == by or state.exit:
+            self._reported[rank] = state
         if opened is not None and report.inquiry == opened.number:
-            opened.states[rank] = state
-            self._conclude_if_heard(opened)
-
-    def _take_inspection(self, by: int, seen: messages.InspectionAnswer) -> None:
-        rank, opened = self._rank_of(seen.rank), self._open
-        if opened is not None and seen.inquiry == opened.number:
-            state = replace(self._said_of(rank, seen.process), threads=seen.threads)
-            opened.seen[rank] = replace(state, written_by=by, taken_ns=time.time_ns())
+            (opened.states if rank == by else opened.seen)[rank] = state
             self._conclude_if_heard(opened)
 
     def ask(self, is_final: bool, dump_to: str = "") -> None:
@@ -164,7 +155,7 @@ class Inquiries:
         asked = set(range(len(self._places))) - self._departed.away()
         opened = self._open = _Inquiry(self._number, asked)
         for rank in sorted(asked):
-            self._send(rank, messages.AskState(opened.number))
+            self._send(rank, messages.AskState(opened.number, rank))
         self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
         return opened
 
@@ -186,7 +177,7 @@ class Inquiries:
             near = [r for r in sorted(opened.states) if self._places[r].host == place.host]
             if near:
                 looks = True
-                self._send(near[0], messages.Inspect(opened.number, rank))
+                self._send(near[0], messages.AskState(opened.number, rank))
         if looks:
             self._call_later(_LOOKS_S, lambda: self._conclude(opened))
         else:
@@ -218,8 +209,7 @@ class Inquiries:
             state = self._said_of(rank, process)
         else:
             state = opened.seen.get(rank) or self._said_of(rank, "silent")
-        raised = state.raised or self._raised.get(rank, "")
-        return replace(state, raised=raised, exit=state.exit or self._exits.get(rank, ""))
+        return replace(state, raised=state.raised or self._raised.get(rank, ""))
 
     def _said_of(self, rank: int, process: Process) -> RankState:
         """The state of a rank that does not say where it is."""
@@ -227,9 +217,6 @@ class Inquiries:
         unheard = RankState(rank, len(self._places), host=place.host, pid=place.pid)
         said = self._reported.get(rank, unheard)
         return replace(said, process=process, in_call="", waits=None, threads=(), written_by=0)
-
-    def _rank_of(self, rank: int) -> int:
-        return rank_of(rank, len(self._places))
 
 
 class Announcer:

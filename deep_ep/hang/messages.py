@@ -14,7 +14,7 @@ from typing import Any, Callable, Generic, Literal, TypeVar
 from deep_ep.base import codec
 from deep_ep.base.ranks import Decision, Key, Progress
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.states import Process, RankState, Thread
+from deep_ep.hang.states import RankState
 
 # "timeout": the sender gave up; "abandoned": others did; "other": nobody is missing.
 Failure = Literal["timeout", "abandoned", "other"]
@@ -48,19 +48,6 @@ class ProgressAnswer:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """The sender ends in order.
-
-    Attributes:
-        closed: last operation that it finished.
-        parts: whether it waits in destroy() for the others.
-    """
-
-    closed: int
-    parts: bool = False
-
-
-@dataclass(frozen=True)
 class Unmasked:
     """The sender masks nobody any more, and others may wait for it again."""
 
@@ -80,43 +67,41 @@ class InquiryRequest:
 
 @dataclass(frozen=True)
 class StateReport:
-    """Where the sender is.
+    """Where the sender is, or what it has seen of the process of another rank of its host.
 
     Attributes:
-        inquiry: of the `AskState` that it answers; 0: nobody has asked, and all is well.
-        state: of the sender.
+        inquiry: of the `AskState` that it answers; 0: nobody has asked.
+        state: of the sender, or of the other one.
     """
 
     inquiry: int
     state: RankState
 
 
-@dataclass(frozen=True)
-class InspectionAnswer:
-    """To `Inspect`: what the process of another rank does, seen from outside."""
+# ---- either way: of the sender, or passed on by the leader
 
-    inquiry: int
+
+@dataclass(frozen=True)
+class RankLeft:
+    """A rank ends in order.
+
+    Attributes:
+        rank: that does.
+        closed: last operation that it finished.
+        parts: whether it waits in destroy() for the others.
+    """
+
     rank: int
-    process: Process
-    threads: tuple[Thread, ...]
+    closed: int
+    parts: bool = False
 
 
 @dataclass(frozen=True)
-class ExceptionRaised:
-    """The program of the sender has ended with an exception: type, text, and where."""
+class RankRaised:
+    """The program of a rank has ended with an exception: type, text, and where."""
 
+    rank: int
     text: str
-
-
-@dataclass(frozen=True)
-class ExitSeen:
-    """How the process of another rank ended: "exit status 1", "signal 9"."""
-
-    rank: int
-    exit: str
-
-
-# ---- either way
 
 
 @dataclass(frozen=True)
@@ -155,24 +140,10 @@ class RankDied:
 
 
 @dataclass(frozen=True)
-class RankLeft:
-    """A rank ends in order; see `Leaving`."""
-
-    rank: int
-    closed: int
-    parts: bool
-
-
-@dataclass(frozen=True)
 class AskState:
-    """An inquiry asks where the rank is, and what its threads do."""
-
-    inquiry: int
-
-
-@dataclass(frozen=True)
-class Inspect:
-    """An inquiry asks for a look at the process of another rank of the same host, which does not answer."""
+    """An inquiry asks where a rank is, and what its threads do: the rank itself or, where that does not answer, another
+    one of its host.
+    """
 
     inquiry: int
     rank: int
@@ -190,19 +161,10 @@ class InquiryVerdict:
     dumped: Mapping[str, tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class RankRaised:
-    """The program of a rank has ended with an exception; see `ExceptionRaised`."""
-
-    rank: int
-    text: str
-
-
 _ALL = (
-    *(FailureReport, ProgressAnswer, Leaving, Unmasked, InquiryRequest, StateReport),
-    *(InspectionAnswer, ExceptionRaised, ExitSeen, MonitoringFailed),
-    *(Welcome, AskProgress, Decision, Undecided, RankDied, RankLeft),
-    *(AskState, Inspect, InquiryVerdict, RankRaised),
+    *(FailureReport, ProgressAnswer, Unmasked, InquiryRequest, StateReport),
+    *(RankLeft, RankRaised, MonitoringFailed),
+    *(Welcome, AskProgress, Decision, Undecided, RankDied, AskState, InquiryVerdict),
 )
 CLASSES: Mapping[str, type] = {class_.__name__: class_ for class_ in _ALL}
 

@@ -162,7 +162,7 @@ class Arbiter:
         return {
             messages.FailureReport: self._report,
             messages.ProgressAnswer: self._progress,
-            messages.Leaving: self.leave,
+            messages.RankLeft: self.leave,
             messages.Unmasked: lambda rank, _: self._masked.discard(rank),
             messages.MonitoringFailed: lambda rank, _: self.unwatch(rank),
         }
@@ -186,7 +186,7 @@ class Arbiter:
         """Ranks that are not there to be asked."""
         return (self.dead.keys() | self.left.keys()) - self.parting
 
-    def leave(self, rank: int, message: messages.Leaving) -> None:
+    def leave(self, rank: int, message: messages.RankLeft) -> None:
         """A rank ends in order."""
         self.parting.discard(rank)
         if rank in self.left:  # it has come to the end of destroy()

@@ -76,7 +76,7 @@ class Coordinator(Endpoint):
 
     def leave(self, rank: int, closed: int) -> None:
         self._members.pop(rank, None)
-        self._arbiter.leave(rank, messages.Leaving(closed))
+        self._arbiter.leave(rank, messages.RankLeft(rank, closed))
         self._stop_if_last()
 
     def fail(self) -> None:
@@ -138,7 +138,7 @@ class CoordinatorClient(Endpoint):
             self.channel.send(0, message)
 
     def leave(self, rank: int, closed: int) -> None:
-        self.channel.send(0, messages.Leaving(closed))
+        self.channel.send(0, messages.RankLeft(rank, closed))
         self._stop()
 
     def fail(self) -> None:

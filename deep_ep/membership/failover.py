@@ -25,8 +25,8 @@ _BEGIN_S, _VERDICT_S = 0.5, 2.0
 LAST_WORDS_S = 0.2
 
 # What ranks may say to each other: to the one that leads, and what that says.
-_TO_LEADERS = (messages.InquiryRequest, messages.StateReport, messages.InspectionAnswer)
-OF_LEADERS = (messages.AskState, messages.Inspect, messages.InquiryVerdict)
+_TO_LEADERS = (messages.InquiryRequest, messages.StateReport)
+OF_LEADERS = (messages.AskState, messages.InquiryVerdict)
 
 
 class InquiryFailover:
@@ -93,11 +93,12 @@ class InquiryFailover:
 
     def hear_of(self, leader: int, message: Message) -> None:
         """What a rank says that may lead an inquiry."""
-        if not isinstance(message, (messages.AskState, messages.InquiryVerdict)):
+        begins = isinstance(message, messages.AskState) and message.rank == self._member.rank
+        if not begins and not isinstance(message, messages.InquiryVerdict):
             return
         self._leader = min(self._leader, leader)
-        self._is_led = isinstance(message, messages.AskState)
-        if not self._is_led:
+        self._is_led = begins
+        if not begins:
             self._pending.clear()
             return
         if leader < self._member.rank:

@@ -79,9 +79,12 @@ class Liveness:
                 messages.Undecided: lambda _, message: self._remember(message.key, None),
                 messages.RankDied: lambda _, message: self._take_death(message),
                 messages.RankLeft: lambda _, message: self._take_leave(message),
-                messages.Inspect: self._inspect,
-            },
-            {class_: self._locked(handle) for class_, handle in self.hangs.handlers().items()},
+                messages.AskState: self._say_state,
+                messages.InquiryVerdict: lambda _, found: self.hangs.take_verdict(found),
+                messages.RankRaised: lambda _, message: self.hangs.raised.update(
+                    {message.rank: message.text}
+                ),
+            }
         )
         self.may_mask = may_mask
 
@@ -151,7 +154,7 @@ class Liveness:
             self._has_parted = True
             for rank in self.parted - self.dead.keys():
                 self._mark_gone(rank, is_gone=False)
-        self._say(messages.Leaving(closed, parts=True))
+        self._say(messages.RankLeft(self.rank, closed, parts=True))
 
     def close(self) -> None:
         """Says goodbye; does not wait. May be repeated, and be called by a destructor."""
@@ -206,17 +209,11 @@ class Liveness:
         """See `Endpoint.address`."""
         return self.endpoint.address if self.endpoint is not None else None
 
-    def _locked(self, handle: Callable[[Answer, Any], None]) -> Callable[[Answer, Any], None]:
-        """With what the rank says of itself."""
-
-        def run(answer: Answer, message: Any) -> None:
+    def _say_state(self, answer: Answer, asked: messages.AskState) -> None:
+        if asked.rank == self.rank:
             with self._native_lock:
-                handle(answer, message)
-
-        return run
-
-    def _inspect(self, answer: Answer, asked: messages.Inspect) -> None:
-        if self.endpoint is not None:
+                self.hangs.say_state(answer, asked)
+        elif self.endpoint is not None:
             self.endpoint.aside(lambda: self.hangs.inspect(asked), answer)
 
     def _take_death(self, message: messages.RankDied) -> None:

@@ -24,14 +24,10 @@ from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.hang.messages import (
     AskState,
     Dispatcher,
-    ExceptionRaised,
-    ExitSeen,
     InquiryRequest,
     InquiryVerdict,
-    Inspect,
-    InspectionAnswer,
-    Leaving,
     Message,
+    RankLeft,
     RankRaised,
     StateReport,
 )
@@ -76,11 +72,11 @@ class Rank0(ManualTime):
         self._take(by, messages.decode(messages.encode(message)))
 
     def asked(self) -> list[int]:
-        return sorted(rank for rank, message in self.sent if isinstance(message, AskState))
+        return sorted(rank for rank, message in self.sent if message == AskState(1, rank))
 
     def answer(self, states: dict[int, RankState]) -> None:
         for rank, message in list(self.sent):
-            if isinstance(message, AskState) and rank in states:
+            if isinstance(message, AskState) and rank == message.rank and rank in states:
                 self.hear(rank, StateReport(message.inquiry, states[rank]))
 
     def causes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -108,9 +104,8 @@ def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
     rank_0.pass_time(1.0)
     rank, look = rank_0.sent[-1]
     assert rank == 2
-    assert isinstance(look, Inspect)
-    assert look.rank == 3
-    rank_0.hear(2, InspectionAnswer(look.inquiry, 3, "stopped", ()))
+    assert look == AskState(1, 3)
+    rank_0.hear(2, StateReport(1, RankState(3, 4, process="stopped")))
     assert rank_0.causes() == [("stopped", (3,))]
     assert rank_0.results[0].is_final
 
@@ -120,14 +115,14 @@ def test_without_anybody_of_its_host_it_is_said_that_nothing_is_known() -> None:
     rank_0.hear(0, InquiryRequest(False))
     rank_0.answer({0: STATES[0], 1: STATES[1]})
     rank_0.pass_time(1.0)
-    assert not any(isinstance(message, Inspect) for _, message in rank_0.sent)
+    assert all(rank == m.rank for rank, m in rank_0.sent if isinstance(m, AskState))
     assert ("unknown", (3,)) in rank_0.causes()
 
 
 def test_the_dead_are_not_asked_and_are_named() -> None:
     rank_0 = Rank0()
     rank_0.arbiter.dead[3] = "process"
-    rank_0.hear(2, ExitSeen(3, "signal 9"))
+    rank_0.hear(2, StateReport(0, RankState(3, 4, exit="signal 9")))
     rank_0.inquiries.ask(is_final=True)
     assert rank_0.asked() == [0, 1, 2]
     rank_0.answer(WAITING)
@@ -137,7 +132,7 @@ def test_the_dead_are_not_asked_and_are_named() -> None:
 
 def test_who_waits_in_destroy_is_asked_and_has_ended_for_the_others() -> None:
     rank_0 = Rank0()
-    rank_0.hear(1, Leaving(6, parts=True))
+    rank_0.hear(1, RankLeft(1, 6, parts=True))
     rank_0.sent.clear()
     rank_0.hear(1, InquiryRequest(False))
     assert rank_0.asked() == [0, 1, 2, 3]
@@ -155,7 +150,7 @@ def test_who_waits_in_destroy_is_asked_and_has_ended_for_the_others() -> None:
 
 def test_an_exception_that_ended_a_program_is_told_to_all_and_stays_known() -> None:
     rank_0 = Rank0()
-    rank_0.hear(3, ExceptionRaised("ValueError: no batch at train.py:12 in step"))
+    rank_0.hear(3, RankRaised(3, "ValueError: no batch at train.py:12 in step"))
     assert [rank for rank, m in rank_0.sent if isinstance(m, RankRaised)] == [0, 1, 2, 3]
     rank_0.arbiter.left[3] = 6
     rank_0.hear(0, InquiryRequest(False))
@@ -217,9 +212,9 @@ def test_what_is_no_message_is_refused_and_says_why(line: str, error: str) -> No
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        (StateReport(1, RankState(2, 4)), "says that it is rank 2"),
-        (ExitSeen(4, "signal 9"), "rank 4 of 4"),
-        (AskState(1), "nobody here handles AskState"),
+        (StateReport(1, RankState(3, 5)), "rank 3 of 4 tells of rank 3 of 5"),
+        (StateReport(1, RankState(1, 4)), "tells of rank 1 of 4, which does not run beside it"),
+        (AskState(1, 3), "nobody here handles AskState"),
     ],
 )
 def test_what_a_rank_may_not_say_is_refused(message: Message, error: str) -> None:
@@ -298,7 +293,7 @@ def test_who_ends_after_rank_0_is_not_called_dead_and_who_was_dead_before_is(
     assert found.ranks == (0, 2)
     processes[103] = "gone"
     for rank in (2, 3):
-        said.append(watch.inspect(Inspect(1, rank)))
+        said.append(watch.inspect(AskState(1, rank)).state)
     watch.close()
     assert [(one.rank, one.process) for one in said] == [(2, "gone"), (3, "silent")]
 

@@ -18,7 +18,6 @@ from deep_ep.hang.messages import (
     Dispatcher,
     Failure,
     FailureReport,
-    Leaving,
     Message,
     ProgressAnswer,
     RankDied,
@@ -297,7 +296,7 @@ def test_who_gave_up_for_another_rank_is_not_named_in_the_next_operation() -> No
 def test_a_rank_that_ended_is_missing_after_its_last_operation_only() -> None:
     for closed, culprits in ((72, (3,)), (73, ())):
         ranks = Ranks(dict.fromkeys(range(3), WAITS))
-        ranks.hear(3, Leaving(closed))
+        ranks.hear(3, RankLeft(3, closed))
         ranks.report(0, [3])
         ranks.answer()
         assert ranks.decision().culprits == culprits
@@ -305,7 +304,7 @@ def test_a_rank_that_ended_is_missing_after_its_last_operation_only() -> None:
 
 def test_a_closed_connection_after_a_goodbye_is_no_death() -> None:
     ranks = Ranks(dict.fromkeys(range(3), WAITS))
-    ranks.hear(3, Leaving(73))
+    ranks.hear(3, RankLeft(3, 73))
     ranks.arbiter.lose(3, "process")
     assert not ranks.arbiter.dead
 
@@ -314,7 +313,7 @@ def test_who_waits_in_destroy_hears_who_else_has_come_there_and_can_be_asked() -
     ranks = Ranks(dict.fromkeys(range(3), WAITS))
     arbiter = ranks.arbiter
     for rank in (3, 1):
-        ranks.hear(rank, Leaving(73, parts=True))
+        ranks.hear(rank, RankLeft(rank, 73, parts=True))
 
     def told() -> list[tuple[int, int]]:
         return [
@@ -327,7 +326,7 @@ def test_who_waits_in_destroy_hears_who_else_has_come_there_and_can_be_asked() -
     before = told()
     assert {(3, 1), (1, 3), (0, 1), (2, 3)} <= set(before)
     assert not arbiter.away()
-    ranks.hear(1, Leaving(73))
+    ranks.hear(1, RankLeft(1, 73))
     arbiter.lose(3, "process")
     assert (arbiter.away(), arbiter.dead) == ({1, 3}, {})
     assert told() == before

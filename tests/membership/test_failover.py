@@ -25,7 +25,7 @@ from trials.many import run_trial
 from trials.rank import Trial
 
 STUCK = InquiryRequest(final=False)
-BEGIN, VERDICT = AskState(1), InquiryVerdict(HangVerdict(), {})
+BEGIN, VERDICT = AskState(1, 3), InquiryVerdict(HangVerdict(), {})
 
 
 class Rank3(ManualTime):

@@ -21,15 +21,15 @@ from deep_ep.base.ranks import Progress, RankPlace
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.hang.messages import (
     AskState,
-    ExceptionRaised,
-    Inspect,
-    InspectionAnswer,
-    Leaving,
     RankDied,
+    RankLeft,
+    RankRaised,
+    StateReport,
     Unmasked,
     Welcome,
     encode,
 )
+from deep_ep.hang.states import RankState
 from deep_ep.membership import agreement, liveness, rendezvous
 from deep_ep.membership.connection import Connection, ConnectionClosed
 from deep_ep.membership.coordinator import CoordinatorClient
@@ -199,16 +199,16 @@ def test_a_look_at_another_process_holds_up_no_decision(
 ) -> None:
     looked, may_end = threading.Event(), threading.Event()
 
-    def inspect(_: HangWatch, asked: Inspect) -> InspectionAnswer:
+    def inspect(_: HangWatch, asked: AskState) -> StateReport:
         looked.set()
         assert may_end.wait(HANG_S)
-        return InspectionAnswer(asked.inquiry, asked.rank, "silent", ())
+        return StateReport(asked.inquiry, RankState(asked.rank, 3))
 
     monkeypatch.setattr(HangWatch, "inspect", inspect)
     with connected(3, by_sockets) as ranks:
         for rank in ranks:
             loop = rank.member.endpoint
-            loop.post(lambda member=rank.member: member.handle(print, Inspect(1, 2)))
+            loop.post(lambda member=rank.member: member.handle(print, AskState(1, 3)))
         assert eventually(looked.is_set)
         ranks[2].native.at = Progress(4, 0, False)
         decision = ranks[1].agree([2])
@@ -376,10 +376,10 @@ def test_ranks_that_cannot_connect_work_as_without(
 def test_a_connection_takes_only_messages_of_bounded_size() -> None:
     ours, theirs = socket.socketpair()
     connection = Connection(ours)
-    theirs.sendall(b'{"type":"AskState","inquiry":1}\n{"type":"AskState",')
-    assert connection.receive() == [AskState(1)]
-    theirs.sendall(b'"inquiry":2}\n')
-    assert connection.receive() == [AskState(2)]
+    theirs.sendall(b'{"type":"AskState","inquiry":1,"rank":0}\n{"type":"AskState",')
+    assert connection.receive() == [AskState(1, 0)]
+    theirs.sendall(b'"inquiry":2,"rank":0}\n')
+    assert connection.receive() == [AskState(2, 0)]
     for nonsense in (b"[1]\n", b"no json\n", b"\xff\n"):
         theirs.sendall(nonsense)
         with pytest.raises(ValueError, match="."):
@@ -399,7 +399,7 @@ def test_a_connection_takes_only_messages_of_bounded_size() -> None:
 def test_a_connection_keeps_what_the_other_end_cannot_take_yet_up_to_a_bound() -> None:
     ours, theirs = socket.socketpair()
     connection, other = Connection(ours), Connection(theirs)
-    message = ExceptionRaised("x" * 500_000)
+    message = RankRaised(1, "x" * 500_000)
     sent: list[Any] = []
     received: list[Any] = []
 
@@ -429,14 +429,14 @@ def test_the_last_words_of_who_closes_without_reading_are_heard(sends: bool) -> 
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = Connection(socket.create_connection(server.getsockname()))
         theirs = Connection(server.accept()[0])
-    ours.send(Leaving(7))
-    theirs.send(Leaving(2))
+    ours.send(RankLeft(7, 7))
+    theirs.send(RankLeft(2, 2))
     assert eventually(lambda: theirs.socket.recv(1, socket.MSG_PEEK))
     theirs.close()
     if sends:
         with pytest.raises(ConnectionClosed):
             assert eventually(lambda: ours.send(Unmasked()))
-    assert ours.receive() == [Leaving(2)]
+    assert ours.receive() == [RankLeft(2, 2)]
     with pytest.raises(ConnectionClosed, match="process"):
         ours.receive()
     ours.close()

@@ -25,7 +25,6 @@ from deep_ep.hang.messages import (
     Dispatcher,
     FailureReport,
     InquiryVerdict,
-    InspectionAnswer,
     Message,
     ProgressAnswer,
     StateReport,
@@ -122,7 +121,7 @@ def test_nothing_behind_a_greeting_is_read_before_the_token_is_known(
     monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
 ) -> None:
     monkeypatch.setattr(codec, "loads", lambda _: pytest.fail("parsed"))
-    assert send(coordinator.channel.address, b'{"type":"Leaving","closed":1}\n' * 10) == b""
+    assert send(coordinator.channel.address, b'{"type":"Unmasked"}\n' * 10) == b""
     assert enters(coordinator, 1)
 
 
@@ -201,19 +200,18 @@ PLAIN = st.recursive(
 )
 CALL = Call(1, "operation", 1, "dispatch", {"hidden": 3}, ("hidden",), called_ns=5)
 WAITING = Waits("operation", 7, 12.0, {"entry": (2,), "rows": (0,)})
-STATE = RankState(1, RANKS, calls=(CALL,), waits=WAITING)
+STACK = (Thread("main", (Frame("train", "train.py", 3),)),)
+STATE = RankState(1, RANKS, calls=(CALL,), waits=WAITING, threads=STACK)
 OPERATION = Key("operation", 1)
 # A message of each class, as rank 1 may say or hear it.
 WHOLE: tuple[Message, ...] = (
     FailureReport(OPERATION, "timeout", (2,)),
     ProgressAnswer(1, Progress(0, 1, True)),
-    messages.Leaving(1),
     messages.Unmasked(),
     messages.InquiryRequest(False, "dumps"),
     StateReport(1, STATE),
-    InspectionAnswer(1, 2, "busy", (Thread("main", (Frame("train", "train.py", 3),)),)),
-    messages.ExceptionRaised("ValueError"),
-    messages.ExitSeen(2, "signal 9"),
+    messages.RankLeft(2, 1),
+    messages.RankRaised(2, "ValueError"),
     messages.MonitoringFailed(),
     messages.Welcome(),
     messages.AskProgress(1),
@@ -222,11 +220,8 @@ WHOLE: tuple[Message, ...] = (
     ),
     messages.Undecided(OPERATION),
     messages.RankDied(2, "process"),
-    messages.RankLeft(2, 1, False),
-    messages.AskState(1),
-    messages.Inspect(1, 2),
+    messages.AskState(1, 2),
     InquiryVerdict(judge({1: STATE}), {"dumps": ("1.hang.json",)}),
-    messages.RankRaised(2, "ValueError"),
 )
 
 
@@ -277,8 +272,8 @@ LINES = st.one_of(
             b"{}",
             b'{"type":[]}',
             b'{"type":"Unmasked","more":0}',
-            b'{"type":"Inspect","inquiry":1,"rank":99}',
-            b'{"type":"Inspect","inquiry":1,"rank":1e999}',
+            b'{"type":"AskState","inquiry":1,"rank":99}',
+            b'{"type":"AskState","inquiry":1,"rank":1e999}',
             b'{"type":"ProgressAnswer","round":' + b"9" * 5000 + b"}",
             b'{"type":"ProgressAnswer","round":NaN}',
         ]
@@ -343,7 +338,8 @@ def test_what_a_rank_says_does_no_harm_later() -> None:
     @given(said=st.lists(st.tuples(ranks, lines), max_size=6))
     @settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
     @example(said=[(1, messages.encode(StateReport(1, replace(STATE, num_ranks=1 << 16))))])
-    @example(said=[(1, messages.encode(InspectionAnswer(1, 99, "busy", ())))])
+    @example(said=[(1, messages.encode(StateReport(1, replace(STATE, rank=RANKS))))])
+    @example(said=[(1, messages.encode(StateReport(1, replace(STATE, rank=2))))])
     @example(said=[(1, messages.encode(FailureReport(OPERATION, "timeout", (-9,))))])
     def says(said: list[tuple[int, bytes]]) -> None:
         rank_0 = Rank0()
