@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep.base.ranks import rank_of
@@ -35,26 +35,6 @@ _AGAIN = 4.0
 _FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
 
 
-@dataclass(frozen=True)
-class HangWatchSettings:
-    """When a rank says that it waits.
-
-    Attributes:
-        warn_s: after so long; 0: never.
-        timeout_s: how long an operation may wait.
-    """
-
-    warn_s: float
-    timeout_s: float
-
-    @property
-    def final_s(self) -> float:
-        """When the last inquiry begins; infinite if operations time out too soon for one."""
-        if self.timeout_s < _SHORTEST_TIMEOUT_S:
-            return float("inf")
-        return max(self.timeout_s / 2, self.timeout_s - _FINAL_S)
-
-
 class HangWatch:
     """Of one rank of one buffer.
 
@@ -75,7 +55,8 @@ class HangWatch:
         self.raised: dict[int, str] = {}
         self.rank, self._say = rank, say
         self._recorder: Recorder | None = None
-        self._settings = HangWatchSettings(0.0, 0.0)
+        self._warn_s = 0.0
+        self._final_s = float("inf")
         self._waits_in: tuple[str, int] = ("", 0)
         self._next_warning_s = 0.0
         self._said_final = False
@@ -94,7 +75,8 @@ class HangWatch:
     def begin(
         self,
         own: Recorder,
-        settings: HangWatchSettings,
+        warn_s: float,
+        timeout_s: float,
         places: Sequence[RankPlace],
         offers: Sequence[Any],
     ) -> None:
@@ -102,11 +84,14 @@ class HangWatch:
 
         Args:
             own: what this rank can say of itself.
-            settings: when it says that it waits.
+            warn_s: after how long it says that it waits; 0: never.
+            timeout_s: how long an operation may wait.
             places: where the ranks run.
             offers: what lets others see their stacks, of `stacks.offer`.
         """
-        self._recorder, self._settings = own, settings
+        self._recorder, self._warn_s = own, warn_s
+        if timeout_s >= _SHORTEST_TIMEOUT_S:  # else operations time out too soon for a last inquiry
+            self._final_s = max(timeout_s / 2, timeout_s - _FINAL_S)
         self._places, self._offers = places, offers
         self.buffer = own.buffer
         self._stop_watching = recorder.watch_exceptions(
@@ -122,7 +107,7 @@ class HangWatch:
 
     def warn_after(self, seconds: float) -> None:
         """Changes when it says that it waits; 0: never."""
-        self._settings = HangWatchSettings(seconds, self._settings.timeout_s)
+        self._warn_s = seconds
         self._waits_in = ("", 0)
 
     def ask_for_dump(
@@ -155,22 +140,22 @@ class HangWatch:
         Returns:
             When to look again, seconds from now; `None`: never.
         """
-        own, settings = self._recorder, self._settings
+        own = self._recorder
         if own is None:
             return None
         waits = own.waits()
         if waits is not None:
             place = waits.series, waits.number
             if place != self._waits_in:
-                self._waits_in, self._next_warning_s = place, settings.warn_s
+                self._waits_in, self._next_warning_s = place, self._warn_s
                 self._said_final = False
-            is_final = waits.waited_s >= settings.final_s and not self._said_final
+            is_final = waits.waited_s >= self._final_s and not self._said_final
             if is_final or 0 < self._next_warning_s <= waits.waited_s:
                 self._said_final = self._said_final or is_final
                 self._next_warning_s = max(self._next_warning_s, waits.waited_s) * _AGAIN
                 self._say(messages.InquiryRequest(is_final))
         self._publish(own)
-        wanted = min(settings.warn_s or _LONGEST_S, settings.final_s) / 8
+        wanted = min(self._warn_s or _LONGEST_S, self._final_s) / 8
         return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
     def take_verdict(self, found: messages.InquiryVerdict) -> None:

@@ -2,8 +2,8 @@
 
 A rank that has been waiting for long says so. Who leads then asks all ranks where they are, lets a rank of the
 same host look at those that do not answer, and judges the states (hang/verdict.py). The verdict goes to all
-ranks, so that their exceptions carry it. As the arbiter (agreement.py), `Inquiries` does no input or output; its verdicts
-are logged, and dumps written, by an `Announcer`.
+ranks, so that their exceptions carry it. As the arbiter (agreement.py), `Inquiries` does no input or output, but for
+`announce`, which logs verdicts and writes dumps.
 """
 
 from __future__ import annotations
@@ -45,26 +45,18 @@ class DepartedRanks(Protocol):
         """Ranks that are not there to be asked."""
 
 
-@dataclass(frozen=True)
-class InquiryResult:
-    """What an inquiry ended with.
+@dataclass
+class Inquiry:
+    """One that is open.
 
     Attributes:
-        verdict: of all states.
-        states: by rank.
-        is_final: whether the operation is about to time out.
-        dump_to: folders that were asked for.
+        number: of it.
+        asked: ranks.
+        is_final: whether an operation is about to time out.
+        dump_to: folders for dumps that were asked for.
+        states: of ranks that have answered.
+        seen: of others, as ranks of their hosts see their processes.
     """
-
-    verdict: HangVerdict
-    states: Mapping[int, RankState]
-    is_final: bool
-    dump_to: tuple[str, ...]
-
-
-@dataclass
-class _Inquiry:
-    """One that is open."""
 
     number: int
     asked: set[int]
@@ -87,9 +79,8 @@ class Inquiries:
         aside: Callable[
             [Callable[[], messages.InquiryVerdict], Callable[[messages.InquiryVerdict], None]], None
         ],
-        announce: Callable[[InquiryResult], messages.InquiryVerdict],
     ) -> None:
-        """Without any input or output of its own.
+        """Dumps of failed operations go where the environment says now.
 
         Args:
             places: where the ranks run.
@@ -98,17 +89,18 @@ class Inquiries:
             send: hands a message to a rank; must not wait.
             call_later: calls a function after so many seconds.
             aside: calls a function that may take long, and then the second one with what it returned.
-            announce: what becomes of a verdict on this rank; returns what all ranks are to hear.
         """
         self._places = places
         self._ranks_per_node = ranks_per_node
         self._departed = departed
         self._send, self._call_later = send, call_later
-        self._aside, self._announce = aside, announce
+        self._aside = aside
+        self._said: Sequence[object] = ()
+        self._dumps_to = traces.default_folder()
         self._reported: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
         self._number = 0
-        self._open: _Inquiry | None = None
+        self._open: Inquiry | None = None
 
     def handlers(self) -> Handlers[int]:
         """Of what ranks say to it."""
@@ -150,10 +142,10 @@ class Inquiries:
         if dump_to:
             opened.dump_to.append(dump_to)
 
-    def _begin(self) -> _Inquiry:
+    def _begin(self) -> Inquiry:
         self._number += 1
         asked = set(range(len(self._places))) - self._departed.away()
-        opened = self._open = _Inquiry(self._number, asked)
+        opened = self._open = Inquiry(self._number, asked)
         for rank in sorted(asked):
             self._send(rank, messages.AskState(opened.number, rank))
         self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
@@ -167,7 +159,7 @@ class Inquiries:
         for rank in range(len(self._places)):
             self._send(rank, message)
 
-    def _have_looked_at(self, opened: _Inquiry) -> None:
+    def _have_looked_at(self, opened: Inquiry) -> None:
         """Others of their hosts look at the ranks that do not answer."""
         if self._open is not opened:
             return
@@ -183,21 +175,20 @@ class Inquiries:
         else:
             self._conclude(opened)
 
-    def _conclude_if_heard(self, opened: _Inquiry) -> None:
+    def _conclude_if_heard(self, opened: Inquiry) -> None:
         heard = opened.states.keys() | opened.seen.keys()
         if opened.asked - self._departed.away() <= heard:
             self._conclude(opened)
 
-    def _conclude(self, opened: _Inquiry) -> None:
+    def _conclude(self, opened: Inquiry) -> None:
         if self._open is not opened:
             return
         self._open = None
         states = {rank: self._state(rank, opened) for rank in range(len(self._places))}
         verdict = judge(states, self._ranks_per_node)
-        result = InquiryResult(verdict, states, opened.is_final, tuple(opened.dump_to))
-        self._aside(lambda: self._announce(result), self._send_all)
+        self._aside(lambda: self.announce(opened, states, verdict), self._send_all)
 
-    def _state(self, rank: int, opened: _Inquiry) -> RankState:
+    def _state(self, rank: int, opened: Inquiry) -> RankState:
         if rank in self._departed.left:
             # One that waits in destroy() answers, and takes part in nothing else any more.
             ended = opened.states.get(rank) or self._said_of(rank, "ended")
@@ -218,38 +209,30 @@ class Inquiries:
         said = self._reported.get(rank, unheard)
         return replace(said, process=process, in_call="", waits=None, threads=(), written_by=0)
 
-
-class Announcer:
-    """What becomes of the verdicts of a buffer on the rank that leads: lines in the log, and dumps. One thread at a time."""
-
-    def __init__(self) -> None:
-        """Dumps of failed operations go where the environment says now."""
-        self._said: list[object] = []
-        self._dumps_to = traces.default_folder()
-
-    def announce(self, result: InquiryResult) -> messages.InquiryVerdict:
-        """Logs what is new, and writes the dumps that are due.
+    def announce(
+        self, ended: Inquiry, states: Mapping[int, RankState], verdict: HangVerdict
+    ) -> messages.InquiryVerdict:
+        """Logs what is new, and writes the dumps that are due. In the thread for what takes long.
 
         Returns:
             What all ranks are to hear.
         """
-        said = _essence(result.verdict)
+        # What makes it another one than the last.
+        said = [(c.kind, c.ranks, c.series, c.number, c.paths, c.circle) for c in verdict.causes]
         if said and said != self._said:
             self._said = said
-            _log.warning(
-                "deep_ep: %s", wording.line(result.verdict), extra={"verdict": result.verdict}
-            )
-        folders = [*result.dump_to]
-        if result.is_final and self._dumps_to is not None:
-            folders.append(str(self._dumps_to / result.verdict.buffer))
-        dumped = {folder: _dump(folder, result) for folder in dict.fromkeys(folders)}
-        return messages.InquiryVerdict(result.verdict, dumped)
+            _log.warning("deep_ep: %s", wording.line(verdict), extra={"verdict": verdict})
+        folders = [*ended.dump_to]
+        if ended.is_final and self._dumps_to is not None:
+            folders.append(str(self._dumps_to / verdict.buffer))
+        dumped = {folder: _dump(folder, states, verdict) for folder in dict.fromkeys(folders)}
+        return messages.InquiryVerdict(verdict, dumped)
 
 
-def _dump(folder: str, result: InquiryResult) -> tuple[str, ...]:
+def _dump(folder: str, states: Mapping[int, RankState], verdict: HangVerdict) -> tuple[str, ...]:
     """The files that were written; none if that failed."""
     try:
-        files = traces.write_dump(folder, result.states, result.verdict)
+        files = traces.write_dump(folder, states, verdict)
     except (OSError, ValueError) as error:  # a name that no folder can have is a ValueError
         _log.warning("deep_ep: no dump in %s: %s", folder, error)
         return ()
@@ -257,8 +240,3 @@ def _dump(folder: str, result: InquiryResult) -> tuple[str, ...]:
         read = f"python -m deep_ep.diagnose hang {shlex.quote(folder)}"
         _log.warning("deep_ep: %d files in %s; %s", len(files), folder, read)
         return tuple(str(file) for file in files)
-
-
-def _essence(verdict: HangVerdict) -> list[object]:
-    """What makes one verdict another one than the last."""
-    return [(c.kind, c.ranks, c.series, c.number, c.paths) for c in verdict.causes]

@@ -21,7 +21,7 @@ from deep_ep.base.ranks import RankPlace
 from deep_ep.base.warning import warn
 from deep_ep.errors import ranks_text
 from deep_ep.hang import messages
-from deep_ep.hang.inquiry import Announcer, Inquiries
+from deep_ep.hang.inquiry import Inquiries
 from deep_ep.hang.messages import Dispatcher, Message
 from deep_ep.membership import rendezvous
 from deep_ep.membership.agreement import Arbiter
@@ -54,8 +54,7 @@ class Coordinator(Endpoint):
         super().__init__("deep_ep.liveness coordinator")
         self._arbiter = Arbiter(num_ranks, self._send, self.call_later, time.monotonic)
         known = places, ranks_per_node, self._arbiter
-        announce = Announcer().announce
-        self._inquiries = Inquiries(*known, self._send, self.call_later, self.aside, announce)
+        self._inquiries = Inquiries(*known, self._send, self.call_later, self.aside)
         self._take = Dispatcher(self._arbiter.handlers(), self._inquiries.handlers())
         self.channel = Channel(self, 0, num_ranks, token, self._take, self._lose)
         self.channel.listen(address, self._is_free)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
 
 from deep_ep.hang import messages
-from deep_ep.hang.inquiry import Announcer, Inquiries
+from deep_ep.hang.inquiry import Inquiries
 from deep_ep.hang.messages import Dispatcher, Message
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class InquiryFailover:
         self._is_led = False  # an inquiry has begun, and its verdict has not come
         self._pending: list[messages.InquiryRequest] = []
         self._turn = 0
-        known, announce = (places, ranks_per_node, member), Announcer().announce
-        self._inquiries = Inquiries(*known, self._lead, loop.call_later, loop.aside, announce)
+        known = places, ranks_per_node, member
+        self._inquiries = Inquiries(*known, self._lead, loop.call_later, loop.aside)
         own = self._inquiries.handlers()
         self.take = Dispatcher({class_: own[class_] for class_ in _TO_LEADERS})
 

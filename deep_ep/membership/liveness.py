@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep.base.ranks import Decision, Key, Progress, RankPlace
 from deep_ep.base.rules import NUMBERED_TOGETHER
-from deep_ep.hang import hang_watch, messages
+from deep_ep.hang import messages
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.hang.messages import Dispatcher, Failure, Message
 from deep_ep.membership import agreement
@@ -186,14 +186,15 @@ class Liveness:
     def watch(
         self,
         recorder: Recorder,
-        settings: hang_watch.HangWatchSettings,
+        warn_s: float,
+        timeout_s: float,
         places: Sequence[RankPlace],
         offers: Sequence[Any],
     ) -> None:
         """Says from now on when this rank waits for long; see `HangWatch.begin`. By the program's thread."""
         endpoint = self.endpoint
         if endpoint is not None:
-            self.hangs.begin(recorder, settings, places, offers)
+            self.hangs.begin(recorder, warn_s, timeout_s, places, offers)
             endpoint.post(lambda: endpoint.take_dump_requests(self.hangs))
             endpoint.post(lambda: self._look_at_own_waits(endpoint))
 

@@ -16,7 +16,7 @@ from deep_ep.base.topology import Topology, ranks_per_node
 from deep_ep.checks import arguments as checks
 from deep_ep.checks.arguments import Limits
 from deep_ep.errors import EPError, EPUsageError
-from deep_ep.hang import hang_watch, stacks
+from deep_ep.hang import stacks
 from deep_ep.hang.recorder import Recorder
 from deep_ep.membership import coordinator, rendezvous
 from deep_ep.membership.monitored_group import MonitoredGroup
@@ -299,8 +299,8 @@ class _Connecting:
             communicator.recorder = recorder
             if num_frames:
                 communicator.before_operation.append(recorder.note_call)
-            says_so = hang_watch.HangWatchSettings(env.warn_s(), settings.wait_s)
-            member.watch(recorder, says_so, places, [offered for *_, offered in allocated])
+            offers = [offered for *_, offered in allocated]
+            member.watch(recorder, env.warn_s(), settings.wait_s, places, offers)
         return communicator
 
 

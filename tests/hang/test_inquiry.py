@@ -7,10 +7,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -19,8 +19,9 @@ from deep_ep.base.ranks import RankPlace
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
 from deep_ep.hang import messages, stacks
-from deep_ep.hang.hang_watch import HangWatch, HangWatchSettings
-from deep_ep.hang.inquiry import Inquiries, InquiryResult
+from deep_ep.hang.cause import HangVerdict
+from deep_ep.hang.hang_watch import HangWatch
+from deep_ep.hang.inquiry import Inquiries, Inquiry
 from deep_ep.hang.messages import (
     AskState,
     Dispatcher,
@@ -52,21 +53,21 @@ class Rank0(ManualTime):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[int, Message]] = []
-        self.results: list[InquiryResult] = []
+        self.ended: list[tuple[Inquiry, Mapping[int, RankState], HangVerdict]] = []
         self.arbiter = Arbiter(4, self._send, self.call_later, lambda: self.now)
         self.inquiries = Inquiries(
             *(PLACES, 4, self.arbiter, self._send, self.call_later),
             aside=lambda action, then: then(action()),
-            announce=self._announce,
         )
+        self.inquiries.announce = self._announce  # type: ignore[method-assign]
         self._take = Dispatcher(self.arbiter.handlers(), self.inquiries.handlers())
 
     def _send(self, rank: int, message: Message) -> None:
         self.sent.append((rank, messages.decode(messages.encode(message))))
 
-    def _announce(self, result: InquiryResult) -> InquiryVerdict:
-        self.results.append(result)
-        return InquiryVerdict(result.verdict, {})
+    def _announce(self, *ended: Any) -> InquiryVerdict:
+        self.ended.append(ended)
+        return InquiryVerdict(ended[-1], {})
 
     def hear(self, by: int, message: Message) -> None:
         self._take(by, messages.decode(messages.encode(message)))
@@ -80,7 +81,7 @@ class Rank0(ManualTime):
                 self.hear(rank, StateReport(message.inquiry, states[rank]))
 
     def causes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(cause.kind, cause.ranks) for cause in self.results[-1].verdict.causes]
+        return [(cause.kind, cause.ranks) for cause in self.ended[-1][-1].causes]
 
 
 def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> None:
@@ -88,12 +89,12 @@ def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> N
     rank_0.hear(1, InquiryRequest(False))
     assert rank_0.asked() == [0, 1, 2, 3]
     rank_0.answer(WAITING)
-    assert not rank_0.results
+    assert not rank_0.ended
     rank_0.answer({3: STATES[3]})
     assert rank_0.causes() == [("not_called", (3,))]
-    assert not rank_0.results[0].is_final
+    assert not rank_0.ended[0][0].is_final
     told = [(rank, m.verdict) for rank, m in rank_0.sent if isinstance(m, InquiryVerdict)]
-    assert told == [(rank, rank_0.results[0].verdict) for rank in range(4)]
+    assert told == [(rank, rank_0.ended[0][-1]) for rank in range(4)]
 
 
 def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
@@ -107,7 +108,7 @@ def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
     assert look == AskState(1, 3)
     rank_0.hear(2, StateReport(1, RankState(3, 4, process="stopped")))
     assert rank_0.causes() == [("stopped", (3,))]
-    assert rank_0.results[0].is_final
+    assert rank_0.ended[0][0].is_final
 
 
 def test_without_anybody_of_its_host_it_is_said_that_nothing_is_known() -> None:
@@ -127,7 +128,7 @@ def test_the_dead_are_not_asked_and_are_named() -> None:
     assert rank_0.asked() == [0, 1, 2]
     rank_0.answer(WAITING)
     assert rank_0.causes() == [("gone", (3,))]
-    assert rank_0.results[-1].verdict.causes[0].accused[0].exit == "signal 9"
+    assert rank_0.ended[-1][-1].causes[0].accused[0].exit == "signal 9"
 
 
 def test_who_waits_in_destroy_is_asked_and_has_ended_for_the_others() -> None:
@@ -155,7 +156,7 @@ def test_an_exception_that_ended_a_program_is_told_to_all_and_stays_known() -> N
     rank_0.arbiter.left[3] = 6
     rank_0.hear(0, InquiryRequest(False))
     rank_0.answer(WAITING)
-    assert rank_0.results[-1].states[3].raised.startswith("ValueError")
+    assert rank_0.ended[-1][1][3].raised.startswith("ValueError")
 
 
 def test_an_old_answer_belongs_to_no_new_inquiry() -> None:
@@ -163,11 +164,11 @@ def test_an_old_answer_belongs_to_no_new_inquiry() -> None:
     rank_0.hear(0, InquiryRequest(False))
     rank_0.pass_time(1.0)
     rank_0.pass_time(1.0)
-    assert len(rank_0.results) == 1
+    assert len(rank_0.ended) == 1
     rank_0.hear(0, InquiryRequest(False))
     rank_0.hear(3, StateReport(1, STATES[3]))
     rank_0.answer({})
-    assert len(rank_0.results) == 1
+    assert len(rank_0.ended) == 1
 
 
 def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
@@ -175,7 +176,7 @@ def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
     rank_0.hear(0, InquiryRequest(False))
     rank_0.hear(1, InquiryRequest(False, "/somewhere"))
     rank_0.answer(STATES)
-    assert rank_0.results[0].dump_to == ("/somewhere",)
+    assert rank_0.ended[0][0].dump_to == ["/somewhere"]
 
 
 def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
@@ -185,10 +186,10 @@ def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
     rank_0.answer(STATES)
     rank_0.pass_time(1.0)
     rank_0.pass_time(1.0)
-    assert not rank_0.results
+    assert not rank_0.ended
     rank_0.hear(1, InquiryRequest(False))
     rank_0.pass_time(2.0)
-    assert rank_0.results
+    assert rank_0.ended
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def waits_for(seconds: float, number: int = 7) -> Waits:
 def test_a_rank_says_that_it_waits_once_then_rarely_and_once_before_the_end() -> None:
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
-    watch.begin(own, HangWatchSettings(10.0, 100.0), PLACES, [None] * 4)  # type: ignore[arg-type]
+    watch.begin(own, 10.0, 100.0, PLACES, [None] * 4)  # type: ignore[arg-type]
     told = []
     for seconds in (None, 1.0, 9.9, 10.1, 11.0, 39.0, 41.0, 96.0, 97.1, 99.0):
         own.now = None if seconds is None else waits_for(seconds)
@@ -268,7 +269,7 @@ def test_a_rank_says_that_it_waits_once_then_rarely_and_once_before_the_end() ->
 def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
-    watch.begin(own, HangWatchSettings(10.0, 100.0), PLACES, [None] * 4)  # type: ignore[arg-type]
+    watch.begin(own, 10.0, 100.0, PLACES, [None] * 4)  # type: ignore[arg-type]
     watch.warn_after(0.0)
     for seconds in (11.0, 50.0, 98.0):
         own.now = waits_for(seconds)
@@ -285,7 +286,7 @@ def test_who_ends_after_rank_0_is_not_called_dead_and_who_was_dead_before_is(
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
     places = [RankPlace("a", pid) for pid in processes]
-    watch.begin(own, HangWatchSettings(10.0, 100.0), places, [{"fd": -1}] * 5)  # type: ignore[arg-type]
+    watch.begin(own, 10.0, 100.0, places, [{"fd": -1}] * 5)  # type: ignore[arg-type]
     own.now = waits_for(1.0)
     watch.lose_rank_0("gone", left=[4])
     found = watch.verdict_on("low_latency_dispatch", 7)

@@ -147,7 +147,7 @@ def test_rank_0_is_heard_again_when_another_rank_has_led_meanwhile() -> None:
         loop_0: Any = ranks[0].member.endpoint
         loop_1: Any = ranks[1].member.endpoint
         is_led, goes_on = threading.Event(), threading.Event()
-        loop_1._failover._inquiries._announce = lambda _: is_led.set() or VERDICT
+        loop_1._failover._inquiries.announce = lambda *_: is_led.set() or VERDICT
         loop_0.post(goes_on.wait)
         loop_1.post(lambda: loop_1.say(1, STUCK))
         assert is_led.wait(HANG_S)

@@ -301,8 +301,8 @@ class Rank0(ManualTime):
         self.inquiries = Inquiries(
             *(places, 0, self.arbiter, self._send, self.call_later),
             aside=lambda action, then: then(action()),
-            announce=lambda result: InquiryVerdict(result.verdict, {}),
         )
+        self.inquiries.announce = self._announce  # type: ignore[method-assign]
         handlers = (self.arbiter.handlers(), self.inquiries.handlers())
         self.handled = {class_ for each in handlers for class_ in each}
         self.taken: list[Message] = []
@@ -313,6 +313,9 @@ class Rank0(ManualTime):
         messages.encode(message)
         if isinstance(message, Decision):  # what ranks do with it takes ranks that exist
             assert set(message.culprits) <= set(range(RANKS))
+
+    def _announce(self, *ended: Any) -> InquiryVerdict:
+        return InquiryVerdict(ended[-1], {})
 
     def hear(self, rank: int, line: bytes) -> None:
         with contextlib.suppress(*NOT_UNDERSTOOD):
