@@ -24,9 +24,6 @@ from deep_ep.membership.loop import Loop
 _CONNECT_S, GREETING_TIMEOUT_S = 10.0, 5.0
 # The rank in a greeting, decimal.
 _RANK_DIGITS = 8
-# What accept() raises where no descriptors or no memory are left, and when it is tried again; chosen.
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_PAUSE_S = 1.0
 
 _log = logging.getLogger("deep_ep")
 
@@ -88,9 +85,8 @@ class Channel:
         at = host if host.startswith("127.") else ""
         backlog = max(self._num_ranks, socket.SOMAXCONN)
         self.server = server = socket.create_server((at, 0), backlog=backlog)
-        server.setblocking(False)
         self.address = (host, int(server.getsockname()[1]))
-        self._await_others(server)
+        self._loop.listen(server, self._let_in)
 
     def stop_listening(self) -> None:
         """Takes no further connections."""
@@ -155,17 +151,7 @@ class Channel:
 
     # ---- who connects
 
-    def _await_others(self, server: socket.socket) -> None:
-        self._loop.listen(server.fileno(), lambda: self._let_in(server))
-
-    def _let_in(self, server: socket.socket) -> None:
-        try:
-            connection = Connection(server.accept()[0])
-        except OSError as error:
-            if error.errno in _EXHAUSTED:  # who waits would wake the loop again at once
-                self._loop.ignore(server.fileno())
-                self._loop.call_later(_PAUSE_S, lambda: self._await_others(server))
-            return
+    def _let_in(self, connection: Connection) -> None:
         self._ungreeted.append(connection)
         if len(self._ungreeted) > 2 * self._num_ranks:
             self._send_away(self._ungreeted[0])

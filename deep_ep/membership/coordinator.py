@@ -123,12 +123,10 @@ class CoordinatorClient(Endpoint):
         host = self.channel.connect(0, address)
         with contextlib.suppress(OSError):  # others go without this rank
             self.channel.listen(host, lambda _: True)
+            self.address = self.channel.address
         known = member, places, ranks_per_node
         self._failover = InquiryFailover(self, *known, self.channel.reaches, self._send)
         member.attach(self)
-
-    def introduce(self, addresses: Sequence[Address | None]) -> None:
-        self.post(lambda: self.channel.introduce(addresses))
 
     def say(self, rank: int, message: Message) -> None:
         if isinstance(message, messages.InquiryRequest):
@@ -143,13 +141,6 @@ class CoordinatorClient(Endpoint):
     def fail(self) -> None:
         self.channel.send(0, messages.MonitoringFailed())
         self._member.lose("")
-
-    @property
-    def address(self) -> Address | None:
-        return self.channel.address
-
-    def lose_rank_0(self) -> None:
-        self._failover.lose_rank_0()
 
     def _hand(self, rank: int, message: Message) -> None:
         """What a rank says, this one included."""
@@ -169,6 +160,8 @@ class CoordinatorClient(Endpoint):
             self.fail()
         elif rank == 0:
             self._member.lose(how)
+            if 0 in self._member.dead:  # it did not say goodbye
+                self._failover.lose_rank_0()
 
 
 # ---- how the ranks of a buffer are connected
@@ -271,9 +264,11 @@ def complete(own: Offer | None, member: Liveness, joined: Sequence[tuple[str | N
         ValueError: where a rank listens is no `Address`.
     """
     problems, addresses = zip(*joined)
-    if member.endpoint is not None:
-        known: Any = Optional[Address]
-        member.endpoint.introduce([codec.from_plain(known, address) for address in addresses])
+    kind: Any = Optional[Address]
+    known = [codec.from_plain(kind, address) for address in addresses]
+    endpoint = member.endpoint
+    if isinstance(endpoint, CoordinatorClient):
+        endpoint.post(lambda: endpoint.channel.introduce(known))
     if own is None:
         return
     unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]

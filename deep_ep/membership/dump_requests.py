@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from deep_ep.hang.hang_watch import HangWatch
     from deep_ep.membership.loop import Loop
 
-# When accept() is tried again that failed; chosen.
-_PAUSE_S = 1.0
-
 _log = logging.getLogger("deep_ep")
 
 
@@ -43,8 +40,7 @@ class DumpRequests:
         except (OSError, EPUsageError) as error:
             _log.warning("deep_ep: nobody can ask this process for a dump: %s", error)
         else:
-            self._server.setblocking(False)
-            self._await_others()
+            loop.listen(self._server, self._let_in)
 
     def close(self) -> None:
         """Also in a forked child: what its parent has stays there."""
@@ -57,16 +53,7 @@ class DumpRequests:
     def _name(self) -> str:
         return f"{os.getpid()}.{self._watch.buffer}.{self._watch.rank}"
 
-    def _await_others(self) -> None:
-        self._loop.listen(self._server.fileno(), self._let_in)
-
-    def _let_in(self) -> None:
-        try:
-            connection = Connection(self._server.accept()[0])
-        except OSError:  # no descriptors are left: who waits would wake the loop again at once
-            self._loop.ignore(self._server.fileno())
-            self._loop.call_later(_PAUSE_S, self._await_others)
-            return
+    def _let_in(self, connection: Connection) -> None:
         self._asking.add(connection)
         self._await(connection)
 

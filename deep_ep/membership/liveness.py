@@ -234,8 +234,6 @@ class Liveness:
             with self._native_lock:
                 self.hangs.lose_rank_0("unreachable" if how == "host" else "gone", self.left)
             self._take_death(messages.RankDied(0, how))
-            if self.endpoint is not None:
-                self.endpoint.lose_rank_0()
         # Last: who waits for rank 0's answer goes by what is known here then.
         with self._changed:
             self.alone = True
@@ -308,9 +306,11 @@ class Endpoint(Loop):
 
     Attributes:
         channel: its connections.
+        address: where other ranks reach this one if rank 0 does not answer; `None`: nowhere.
     """
 
     channel: Channel
+    address: Address | None = None
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -332,21 +332,6 @@ class Endpoint(Loop):
     def take_dump_requests(self, watch: HangWatch) -> None:
         """Other programs may ask from now on; the first rank of this process has the dumps written."""
         self._dump_requests = self._dump_requests or DumpRequests(self, watch)
-
-    # What only other processes than rank 0's need.
-
-    @property
-    def address(self) -> Address | None:
-        """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
-        return None
-
-    def introduce(self, addresses: Sequence[Address | None]) -> None:  # noqa: B027
-        """All ranks have joined, and this is where they listen. From any thread."""
-
-    def lose_rank_0(self) -> None:  # noqa: B027
-        """A rank of this process has learnt that rank 0 is gone, and did not say goodbye."""
-
-    # The end.
 
     def leave_all(self) -> None:
         for member in list(self._members.values()):

@@ -6,6 +6,7 @@ The threads of a process end with it, in order, and a fork has none of them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import multiprocessing.util
 import os
@@ -23,6 +24,9 @@ from deep_ep.membership.connection import Connection
 
 # How long the end of a process waits for its last words to be sent; chosen.
 _END_S = 1.0
+# What accept() raises where no descriptors or no memory are left, and when it is tried again; chosen.
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_PAUSE_S = 1.0
 
 T = TypeVar("T")
 
@@ -84,10 +88,22 @@ class Loop(ABC):
         """Has the thread call it after a while. From that thread only."""
         self._timers.enter(delay_s, 0, action)
 
-    def listen(self, descriptor: int, action: Callable[[], None]) -> None:
-        """Has the thread call it when there is something to read. From that thread only; -1: never."""
-        if descriptor >= 0 and descriptor not in self._selector.get_map():
-            self._selector.register(descriptor, selectors.EVENT_READ, action)
+    def listen(self, server: socket.socket, take: Callable[[Connection], None]) -> None:
+        """Has the thread call it with each connection that is made to a server. From that thread, or before it starts."""
+
+        def accept() -> None:
+            try:
+                connection = Connection(server.accept()[0])
+            except OSError as error:
+                if error.errno in _EXHAUSTED:  # who waits would wake the loop again at once
+                    self.ignore(server.fileno())
+                    self.call_later(_PAUSE_S, lambda: self.listen(server, take))
+            else:
+                take(connection)
+
+        if server.fileno() >= 0:  # it may have been closed meanwhile
+            server.setblocking(False)
+            self._selector.register(server.fileno(), selectors.EVENT_READ, accept)
 
     def ignore(self, descriptor: int) -> None:
         """The opposite of `listen`, and of `watch`. From that thread only."""

@@ -159,7 +159,7 @@ def test_without_descriptors_the_thread_sleeps_and_tries_again(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(channel, "_PAUSE_S", 0.1)
+        patch.setattr("deep_ep.membership.loop._PAUSE_S", 0.1)
         patch.setattr(socket.socket, "accept", accept)
         begin = time.monotonic()
         socket.create_connection(coordinator.channel.address, HANG_S).close()
