@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -54,9 +55,14 @@ class Ranks(ManualTime):
             self._asked.append((rank, message.round))
 
     def report(
-        self, rank: int, missing: list[int], failure: Failure = "timeout", key: Key = OP
+        self,
+        rank: int,
+        missing: list[int],
+        failure: Failure = "timeout",
+        key: Key = OP,
+        masks: bool = False,
     ) -> None:
-        self.hear(rank, FailureReport(key, failure, tuple(missing)))
+        self.hear(rank, FailureReport(key, failure, tuple(missing), masks))
 
     def answer(self) -> None:
         """Everybody who is asked and can answer does, also when that makes the arbiter ask again."""
@@ -87,6 +93,72 @@ class Ranks(ManualTime):
         assert all(decisions == found[0] for decisions in found)
         assert len(found[0]) == 1
         return found[0][0]
+
+
+# What ranks say, whom they miss, and the decision. Of who gave up for another one's sake, the ranks that gave up before.
+@dataclass(frozen=True)
+class Case:
+    at: dict[int, Progress]
+    missed: dict[int, list[int]]
+    abandoned: dict[int, list[int]] = field(default_factory=dict)
+    masks: bool = False
+    culprits: tuple[int, ...] = ()
+    paths: tuple[tuple[int, int], ...] = ()
+
+
+ENDED = Progress(73, 0, False)
+SENDS = Progress(72, 73, False)
+ALL_WAIT = dict.fromkeys(range(4), WAITS)
+CASES = {
+    "elsewhere": Case({**ALL_WAIT, 1: IDLE}, {0: [1, 2]}, culprits=(1,)),
+    "still sending in the operation": Case(
+        {**ALL_WAIT, 1: IDLE, 2: SENDS}, {0: [1, 2]}, culprits=(1,)
+    ),
+    "gave up for another rank, and says so first": Case(
+        {0: WAITS, 2: ENDED, 3: ENDED}, {0: [1]}, {2: [0], 3: [0]}, culprits=(1,)
+    ),
+    # As in normal operations, whose rows come by way of others.
+    "silent, and all who are missed wait themselves": Case(
+        {0: WAITS, 2: WAITS, 3: WAITS}, {2: [0]}, {0: [2, 3]}, culprits=(1,)
+    ),
+    "who gave up first is no source of a path": Case(ALL_WAIT, {0: [1]}, {2: [0]}, paths=((1, 0),)),
+    "all wait": Case(ALL_WAIT, {0: [1]}, paths=((1, 0),)),
+    # Rank 3 is busy; but its rows have come.
+    "masks leave out nobody whom nobody misses": Case(
+        {0: WAITS, 1: WAITS, 2: WAITS}, {0: [1]}, masks=True, paths=((1, 0),)
+    ),
+    "masks: has come and ended": Case(
+        {0: WAITS, 1: ENDED, 2: WAITS}, {0: [1]}, masks=True, paths=((1, 0),)
+    ),
+    "masks: has come and sends": Case(
+        {0: WAITS, 1: SENDS, 2: WAITS}, {0: [1]}, masks=True, paths=((1, 0),)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_who_is_named(case: Case) -> None:
+    """Whichever is reported first."""
+    for order in (1, -1):
+        ranks = Ranks(case.at)
+        said = [*((r, m, "timeout") for r, m in case.missed.items())]
+        said += [(r, m, "abandoned") for r, m in case.abandoned.items()]
+        for rank, missing, why in said[::order]:
+            ranks.report(rank, missing, why, masks=case.masks)
+        ranks.settle()
+        decision = ranks.decision()
+        assert decision.culprits == case.culprits
+        assert decision.paths == case.paths
+        for rank, at in decision.elsewhere.items():
+            assert at == case.at[rank]
+        waiting = {rank for rank, at in case.at.items() if at == WAITS}
+        assert decision.waiting.keys() == waiting | {*case.missed, *case.abandoned}
+
+
+def test_in_a_barrier_who_waits_in_an_operation_is_missing() -> None:
+    decision = decide(Key("barrier", 2), {0: [1]}, {1: WAITS}, {}, {})
+    assert decision.culprits == (1,)
+    assert decision.waiting == {0: 2}
 
 
 def test_a_dead_rank_is_named_and_who_waits_is_not() -> None:
@@ -168,30 +240,6 @@ def test_a_rank_that_does_not_answer_is_named_only_if_it_is_missing() -> None:
     assert decision.waiting == {0: 73, 2: 73}
 
 
-def test_a_silent_rank_is_named_if_all_who_are_missed_wait_themselves() -> None:
-    """As in normal operations, whose rows come by way of others."""
-    ranks = Ranks({0: WAITS, 2: WAITS, 3: WAITS})
-    ranks.report(2, [0])
-    ranks.answer()
-    ranks.report(0, [2, 3], "abandoned")
-    ranks.pass_time(0.5)
-    assert not ranks.decisions(0)
-    ranks.pass_time()
-    decision = ranks.decision()
-    assert decision.silent == decision.culprits == (1,)
-    assert decision.waiting == {0: 73, 2: 73, 3: 73}
-
-
-def test_who_gave_up_for_another_rank_waits_whichever_report_comes_first() -> None:
-    ranks = Ranks({0: WAITS, 2: Progress(73, 0, False), 3: Progress(73, 0, False)})
-    ranks.report(2, [0], "abandoned")
-    ranks.report(3, [0], "abandoned")
-    ranks.report(0, [1])
-    ranks.settle()
-    assert ranks.decision().culprits == (1,)
-    assert ranks.decision().waiting == {0: 73, 2: 73, 3: 73}
-
-
 def test_operations_are_decided_in_their_order() -> None:
     """Rank 2 has got all that rank 1 owed it, and is one ahead of the others."""
     ranks = Ranks({0: Progress(73, 0, False), 2: Progress(73, 74, True), 3: Progress(73, 0, False)})
@@ -228,29 +276,6 @@ def test_who_is_asked_for_two_decisions_answers_for_both() -> None:
     ranks.arbiter.lose(1, "process")
     ranks.settle()
     assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
-
-
-def test_who_gave_up_first_is_no_source_of_a_path() -> None:
-    ranks = Ranks(dict.fromkeys(range(4), WAITS))
-    ranks.report(0, [1])
-    ranks.report(2, [0], "abandoned")
-    ranks.answer()
-    assert ranks.decision().paths == ((1, 0),)
-
-
-def test_a_rank_that_is_elsewhere_is_named_with_its_place() -> None:
-    ranks = Ranks({0: WAITS, 1: IDLE, 2: WAITS, 3: WAITS})
-    ranks.report(0, [1, 2])
-    ranks.answer()
-    assert ranks.decision().elsewhere == {1: IDLE}
-    assert ranks.decision().culprits == (1,)
-
-
-def test_a_rank_that_is_still_sending_in_the_operation_is_not_named() -> None:
-    ranks = Ranks({0: WAITS, 1: IDLE, 2: Progress(72, 73, False), 3: WAITS})
-    ranks.report(0, [1, 2])
-    ranks.settle()
-    assert ranks.decision().culprits == (1,)
 
 
 def test_all_are_told_the_first_decision() -> None:
@@ -332,14 +357,6 @@ def test_who_waits_in_destroy_hears_who_else_has_come_there_and_can_be_asked() -
     assert told() == before
 
 
-def test_if_all_wait_the_path_is_named() -> None:
-    ranks = Ranks(dict.fromkeys(range(4), WAITS))
-    ranks.report(0, [1])
-    ranks.answer()
-    assert ranks.decision().culprits == ()
-    assert ranks.decision().paths == ((1, 0),)
-
-
 def test_who_sees_first_that_others_gave_up_waits_for_their_reason() -> None:
     ranks = Ranks({0: IDLE, 1: IDLE, 2: WAITS, 3: WAITS})
     ranks.report(2, [0], "abandoned")
@@ -374,12 +391,6 @@ def test_who_saw_that_others_gave_up_for_another_reason_is_told_that_nobody_is_m
 def test_a_wrong_message_is_refused(message: Message, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Ranks({}).hear(1, message)
-
-
-def test_in_a_barrier_who_waits_in_an_operation_is_missing() -> None:
-    decision = decide(Key("barrier", 2), {0: [1]}, {1: WAITS}, {}, {})
-    assert decision.culprits == (1,)
-    assert decision.waiting == {0: 2}
 
 
 # ---- words
@@ -439,82 +450,61 @@ def test_a_broken_path_names_no_rank_as_missing() -> None:
     assert "did not arrive on the paths 1 > 0; ranks 0-1 wait in operation 73" in str(error)
 
 
-def test_the_late_rank_is_told_what_the_others_gave_up() -> None:
-    decision = Decision(Key("operation", 74), silent=(1,), waiting={0: 74, 2: 74})
-    error = error_from_failure(FAILURE, 1, decision, PLACES)
+ABANDONED = {"reason": "abandoned", "ranks": [0, 2], "given_up": {0: 73, 2: 73}}
+
+
+@pytest.mark.parametrize(
+    ("failure", "decision", "given_up"),
+    [
+        ({}, Decision(Key("operation", 74), silent=(1,), waiting={0: 74, 2: 74}), 74),
+        # It was missing, and is back before the decision: it gives up for the others' sake, who have waited in vain.
+        (ABANDONED, Decision(OP, waiting={0: 73, 1: 73, 2: 73}, paths=((1, 0), (1, 2))), 73),
+        # It was stopped for longer than the others waited: they are two operations on, and gave up the one between.
+        ({}, Decision(OP, waiting={1: 73, 0: 75, 2: 75}, paths=((2, 1),)), 74),
+    ],
+    ids=["late", "back-before-the-decision", "stopped-for-longer"],
+)
+def test_the_late_rank_is_told_what_the_others_gave_up_and_no_broken_path(
+    failure: dict[str, Any], decision: Decision, given_up: int
+) -> None:
+    error = error_from_failure({**FAILURE, **failure}, 1, decision, PLACES)
     assert type(error) is EPTransportError
-    assert "ranks 0, 2 gave up operation 74 while this rank was in operation 73" in str(error)
+    said = f"ranks 0, 2 gave up operation {given_up} while this rank was in operation 73"
+    assert said in str(error)
 
 
-def test_who_was_missing_and_came_back_before_the_decision_is_told_no_broken_path() -> None:
-    """It gives up for the others' sake; they have waited for it in vain."""
-    decision = Decision(OP, waiting={0: 73, 1: 73, 2: 73}, paths=((1, 0), (1, 2)))
-    failure = {**FAILURE, "reason": "abandoned", "ranks": [0, 2], "given_up": {0: 73, 2: 73}}
-    text = str(error_from_failure(failure, 1, decision, PLACES))
-    assert "ranks 0, 2 gave up operation 73 while this rank was in operation 73" in text
-    assert "did not arrive on the paths" in str(error_from_failure(FAILURE, 0, decision, PLACES))
-
-
-def test_who_was_stopped_for_longer_than_the_others_waited_is_told_no_broken_path() -> None:
-    """They are two operations on: in the one between they have waited for it in vain."""
-    decision = Decision(OP, waiting={1: 73, 0: 75, 2: 75}, paths=((2, 1),))
-    error = error_from_failure(FAILURE, 1, decision, PLACES)
-    assert type(error) is EPTransportError
-    assert "ranks 0, 2 gave up operation 74 while this rank was in operation 73" in str(error)
+def test_who_is_one_operation_behind_the_others_is_told_the_broken_path() -> None:
     one_on = Decision(OP, waiting={1: 73, 0: 74, 2: 74}, paths=((2, 1),))
-    assert "did not arrive on the paths 2 > 1" in str(
-        error_from_failure(FAILURE, 1, one_on, PLACES)
-    )
+    error = error_from_failure(FAILURE, 1, one_on, PLACES)
+    assert "did not arrive on the paths 2 > 1" in str(error)
 
 
 # ---- ranks that operations go on without
 
 
-def report_masked(ranks: Ranks, rank: int, missing: list[int], key: Key = OP) -> None:
-    """A rank tells whom it has left out."""
-    ranks.hear(rank, FailureReport(key, "timeout", tuple(missing), masks=True))
-
-
 def test_who_is_masked_names_nobody_until_it_is_back() -> None:
     """All others go on without it, so it misses them."""
     ranks = Ranks({0: IDLE, 1: IDLE, 2: IDLE, 3: IDLE})
-    report_masked(ranks, 0, [3])
+    ranks.report(0, [3], masks=True)
     ranks.settle()
     assert ranks.decision().culprits == (3,)
     later = Key("operation", 74)
-    report_masked(ranks, 3, [0, 1, 2], later)
+    ranks.report(3, [0, 1, 2], key=later, masks=True)
     ranks.settle()
     assert ranks.told[3][-1] == Undecided(later)
     assert len(ranks.decisions(0)) == 1
     ranks.hear(3, Unmasked())
-    report_masked(ranks, 3, [2], Key("operation", 80))
+    ranks.report(3, [2], key=Key("operation", 80), masks=True)
     ranks.settle()
     assert ranks.decisions(0)[-1].culprits == (2,)
 
 
-def test_nobody_is_left_out_whom_nobody_misses() -> None:
-    """Rank 3 is busy, and does not say where it is; but its rows have come."""
-    ranks = Ranks({0: WAITS, 1: WAITS, 2: WAITS})
-    report_masked(ranks, 0, [1])
-    ranks.settle()
-    assert ranks.decision().culprits == ()
-    assert ranks.decision().paths == ((1, 0),)
-
-
-@pytest.mark.parametrize("at", [Progress(73, 0, False), Progress(72, 73, False)])
-def test_who_has_come_to_the_operation_is_not_left_out(at: Progress) -> None:
-    ranks = Ranks({0: WAITS, 1: at, 2: WAITS})
-    report_masked(ranks, 0, [1])
-    ranks.settle()
-    assert ranks.decision().culprits == ()
-
-
 def test_who_waits_for_a_decision_is_missed_in_one_operation_and_named_in_the_next() -> None:
     ranks = Ranks({0: WAITS, 1: Progress(73, 0, False), 2: WAITS})
-    report_masked(ranks, 1, [3])
+    ranks.report(1, [3], masks=True)
     ranks.settle()
     for op, named in ((74, ()), (75, (1,))):
-        report_masked(ranks, 0, [1], Key("operation", op))
+        ranks.report(0, [1], key=Key("operation", op), masks=True)
         ranks.at[0] = Progress(op - 1, op, True)
         ranks.settle()
         assert ranks.decisions(0)[-1].culprits == named
