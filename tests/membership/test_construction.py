@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -10,8 +9,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -35,45 +32,24 @@ from support.launch import (
     raise_failures,
     run_processes,
 )
+from support.waiting import eventually
 
 UNKNOWN = "it cannot be known why: process gone, process stopped, host unreachable or elsewhere in its program"
 
 
-class Heard(logging.Handler):
-    """The first line of the log with all of these words, without the time of waiting.
+def line_with(caplog: pytest.LogCaptureFixture, *words: str) -> str:
+    """The first line of the log with all of these words, without the time of waiting; empty before that.
 
     On a busy machine other ranks may be late, too, and others may be said to be.
-
-    Attributes:
-        line: empty before that.
-        came: set with it.
     """
-
-    def __init__(self, *words: str) -> None:
-        super().__init__()
-        self._words = words
-        self.line, self.came = "", threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        said = record.getMessage()
-        if not self.line and all(words in said for words in self._words):
-            self.line = said.rpartition(", for ")[0]
-            self.came.set()
+    lines = (record.getMessage() for record in caplog.records)
+    said = (line for line in lines if all(word in line for word in words))
+    return next(said, "").rpartition(", for ")[0]
 
 
-@contextmanager
-def hearing(*words: str) -> Iterator[Heard]:
-    heard = Heard(*words)
-    logging.getLogger("deep_ep").addHandler(heard)
-    try:
-        yield heard
-    finally:
-        logging.getLogger("deep_ep").removeHandler(heard)
-
-
-def comes_late(heard: Heard) -> None:
+def comes_late(caplog: pytest.LogCaptureFixture, *words: str) -> None:
     """Once the others have said whom they wait for."""
-    assert heard.came.wait(HANG_S)
+    assert eventually(lambda: line_with(caplog, *words) != "")
 
 
 def make_buffer(group: Any, destroys: bool = False) -> deep_ep.Buffer:
@@ -82,39 +58,38 @@ def make_buffer(group: Any, destroys: bool = False) -> deep_ep.Buffer:
 
 @pytest.mark.exhaustive
 def test_who_has_not_called_buffer_is_named_while_the_others_wait_there(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
     groups = thread_groups(3)
     named = "deep_ep: rank 1 has not called Buffer(); "
 
     def run(group: ThreadGroup) -> None:
-        for heard in (first, second):
+        for words in ((named,), (named, "eventually")):
             if group.rank == 1:
-                comes_late(heard)
+                comes_late(caplog, *words)
             make_buffer(group)
 
-    with hearing(named) as first, hearing(named, "comes_late") as second:
-        on_threads(run, groups)
-    assert first.line == f"{named}{UNKNOWN}; ranks 0, 2 wait for it"
-    assert second.line.startswith(f"{named}its thread")
+    on_threads(run, groups)
+    assert line_with(caplog, named) == f"{named}{UNKNOWN}; ranks 0, 2 wait for it"
+    assert line_with(caplog, named, "eventually").startswith(f"{named}its thread")
 
 
 def test_a_rank_that_does_not_get_on_in_buffer_is_named_with_the_step(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
+    words = "rank 0 is behind the others", "eventually"
     offer = coordinator.offer
 
     def slow_offer(rank: int, *places: Any) -> Any:
         if rank == 0:
-            comes_late(heard)
+            comes_late(caplog, *words)
         return offer(rank, *places)
 
     monkeypatch.setattr(construction.coordinator, "offer", slow_offer)
-    with hearing("rank 0 is behind the others", "comes_late") as heard:
-        on_threads(make_buffer, thread_groups(2))
-    assert heard.line.startswith(
+    on_threads(make_buffer, thread_groups(2))
+    assert line_with(caplog, *words).startswith(
         "deep_ep: rank 0 is behind the others in Buffer() (allocating memory)"
     )
 
@@ -133,7 +108,7 @@ def test_nobody_watches_an_exchange_that_is_over() -> None:
 
 
 def test_without_a_board_it_is_said_that_nobody_can_be_named(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
     groups = thread_groups(2)
@@ -142,11 +117,10 @@ def test_without_a_board_it_is_said_that_nobody_can_be_named(
 
     def run(group: ThreadGroup) -> None:
         if group.rank == 1:
-            comes_late(heard)
+            comes_late(caplog, "who they are cannot be known")
         make_buffer(group)
 
-    with hearing("who they are cannot be known") as heard:
-        on_threads(run, groups)
+    on_threads(run, groups)
 
 
 def test_who_has_waited_in_buffer_in_vain_names_the_rank() -> None:
@@ -218,20 +192,17 @@ def test_processes_name_who_has_not_called_buffer(how: str, said: str) -> None:
 
 
 def test_who_has_not_called_destroy_is_named_while_the_others_wait_there(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
+    named = "deep_ep: rank 2 has not called destroy(); its thread"
 
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         if rank == 2:
-            comes_late(heard)
+            comes_late(caplog, named, "eventually", "ranks 0-1 wait for it")
         buffer.destroy()
 
-    named = "deep_ep: rank 2 has not called destroy(); its thread"
-    with (
-        hearing(named, "comes_late", "ranks 0-1 wait for it") as heard,
-        Ranks(3, 8, 256, 3) as ranks,
-    ):
+    with Ranks(3, 8, 256, 3) as ranks:
         ranks.run(run)
 
 
