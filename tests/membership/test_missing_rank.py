@@ -1,5 +1,5 @@
-"""A rank that was killed, ended or does not come: the others agree on it in time, exit cleanly, and
-leave nothing behind.
+"""A rank that was killed, ended or does not come, in low-latency operations and in normal ones, on one node and on two:
+the others agree on it in time, exit cleanly, and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 import deep_ep
 from deep_ep.errors import EPRankGoneError, EPTimeoutError, EPTransportError
+from deep_ep.ops import normal
+from support import normal_exchange
 from support.exchange import (
     Mode,
     Received,
@@ -45,17 +47,28 @@ from support.missing_rank import (
     run_without,
     timeout_of,
 )
+from support.normal_exchange import SMALL
 
 SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=512, num_experts=6, num_topk=3)
 FP8 = Mode(use_fp8=True)
 
-pytestmark = pytest.mark.skipif(
-    deep_ep.native.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
-)
+NORMAL_RANKS = 4
+OTHERS = tuple(rank for rank in range(NORMAL_RANKS) if rank != MISSING)
+# For which the queues of `SMALL` are short.
+NORMAL_TOKENS, NORMAL_HIDDEN, NORMAL = (40, 33, 28, 36), 64, normal_exchange.Mode()
+
+pytestmark = [
+    pytest.mark.skipif(
+        deep_ep.native.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
+    ),
+    pytest.mark.filterwarnings("ignore:destroy on rank"),
+]
+# Ranks of a node in normal operations; 0: low-latency ones.
+on_nodes = pytest.mark.parametrize("per_node", [4, 2], ids=["one-node", "two-nodes"])
 
 
 class Rank:
-    """One rank that is a process, and its buffer."""
+    """One rank that is a process, and its buffer; in low latency."""
 
     def __init__(self, group: dist.ProcessGroup, **arguments: Any) -> None:
         self.buffer = buffer_for(SHAPE, group, **arguments)
@@ -76,16 +89,67 @@ class Rank:
         combine(self.buffer, self.inputs, received.handle, ys, FP8)
 
 
-def rank_dies_between_operations(rank: int, group: dist.ProcessGroup) -> Any:
-    this = Rank(group)
-    this.exchange()
+class NormalRank(Rank):
+    """In normal operations."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
+        os.environ["DEEP_EP_RANKS_PER_NODE"] = str(ranks_per_node)
+        num_ranks = group.size()
+        self.shape = normal_exchange.shape_of(
+            NORMAL_TOKENS[:num_ranks], NORMAL_HIDDEN, 3 * num_ranks, 3
+        )
+        sizes = 2 * NORMAL_HIDDEN, num_ranks
+        self.buffer = deep_ep.Buffer(
+            group,
+            SMALL.get_nvl_buffer_size_hint(*sizes),
+            SMALL.get_rdma_buffer_size_hint(*sizes),
+            explicitly_destroy=True,
+        )
+        inputs = normal_exchange.make_inputs(self.shape, NORMAL)
+        expected = normal_exchange.expect(inputs, self.shape, NORMAL, ranks_per_node)
+        self.expected, self.normal_inputs = expected, inputs[group.rank()]
+        self.known = self.normal_inputs, expected, self.shape, NORMAL, SMALL
+
+    def exchange(self) -> None:
+        """Layout, dispatch, cached dispatch and combine."""
+        outputs = normal_exchange.run_exchange(self.buffer, *self.known)
+        normal_exchange.assert_outputs(outputs, self.buffer.rank, *self.known)
+
+    def dispatch(self) -> Any:
+        """The handle."""
+        known = self.normal_inputs, self.shape, NORMAL, SMALL
+        return normal_exchange.run_dispatch(self.buffer, *known)[1][4]
+
+    def combine(self, received: Any) -> None:
+        y = self.expected.ys[self.buffer.rank]
+        normal_exchange.run_combine(self.buffer, y, received, (), None, NORMAL, SMALL)
+
+
+def rank_of(group: dist.ProcessGroup, per_node: int) -> Rank:
+    return NormalRank(group, per_node) if per_node else Rank(group, explicitly_destroy=True)
+
+
+def num_ranks_of(per_node: int) -> int:
+    return NORMAL_RANKS if per_node else SHAPE.num_ranks
+
+
+def rank_dies_before_combine(rank: int, group: dist.ProcessGroup, per_node: int) -> Any:
+    this = rank_of(group, per_node)
     received = this.dispatch()
     if rank == MISSING:
         die()
     return timeout_of(lambda: this.combine(received))
 
 
-def rank_dies_between_send_and_receive(rank: int, group: dist.ProcessGroup) -> Any:
+def rank_dies_before_its_rows(rank: int, group: dist.ProcessGroup, per_node: int) -> Any:
+    """It has told how many rows it will send."""
+    this = rank_of(group, per_node)
+    if rank == MISSING:
+        normal.Normal._new_received = lambda *_: die()  # type: ignore[assignment]
+    return timeout_of(this.dispatch)
+
+
+def rank_dies_between_send_and_receive(rank: int, group: dist.ProcessGroup, _: int) -> Any:
     this = Rank(group)
     _, _, hook = begin_dispatch(this.buffer, this.inputs, SHAPE, replace(FP8, hook=True))
     if rank == MISSING:
@@ -95,30 +159,33 @@ def rank_dies_between_send_and_receive(rank: int, group: dist.ProcessGroup) -> A
 
 
 def exchange_until_somebody_is_missing(
-    rank: int, group: dist.ProcessGroup, victims: Sequence[int], after_s: float
+    rank: int, group: dist.ProcessGroup, per_node: int, victims: Sequence[int]
 ) -> Any:
     """Exchanges without a pause; the victims die somewhere on the way, all at once."""
-    this = Rank(group)
+    this = rank_of(group, per_node)
     this.exchange()  # nobody is still making its buffer
     if rank in victims:
-        threading.Timer(after_s, die).start()
+        threading.Timer(0.2, die).start()
     return timeout_of(this.exchange_for_ever)
 
 
 def rank_dies_on_another_host(rank: int, group: dist.ProcessGroup) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host{rank}")
-        return exchange_until_somebody_is_missing(rank, group, (MISSING,), 0.2)
+        return exchange_until_somebody_is_missing(rank, group, 0, (MISSING,))
 
 
-def rank_leaves(rank: int, group: dist.ProcessGroup, how: str, num_exchanges: int) -> Any:
-    """It destroys its buffer, drops it, exits, or raises an exception of that name."""
-    this = Rank(group, explicitly_destroy=how == "destroys")
+def rank_leaves(
+    rank: int, group: dist.ProcessGroup, per_node: int, how: str, num_exchanges: int
+) -> Any:
+    """It destroys its buffer, drops it, exits, or raises an exception of that name; in normal operations after a dispatch."""
+    this = rank_of(group, per_node) if per_node or how == "destroys" else Rank(group)
     for _ in range(num_exchanges):
         this.exchange()
+    received = this.dispatch() if per_node else None
     result = None
     if rank != MISSING:
-        result = timeout_of(this.exchange)
+        result = timeout_of(lambda: this.combine(received) if per_node else this.exchange())
     elif how == "exits":
         sys.exit(3)
     elif how not in ("destroys", "drops"):
@@ -177,7 +244,7 @@ def longest_wait_s(seen: Sequence[dict[str, Any]]) -> float:
     return float(max(one["after_s"] for one in seen))
 
 
-def rank_dies_before_its_first_operation(rank: int, group: dist.ProcessGroup) -> Any:
+def rank_dies_before_its_first_operation(rank: int, group: dist.ProcessGroup, _: int) -> Any:
     """The others destroy their buffers after that."""
     this = Rank(group, explicitly_destroy=True)
     if rank == MISSING:
@@ -198,35 +265,47 @@ def rank_dies_while_buffers_are_made(rank: int, group: dist.ProcessGroup) -> Any
 
 
 @pytest.mark.parametrize(
-    ("scenario", "operation", "op", "last_seen"),
+    ("scenario", "per_node", "operation", "op"),
     [
-        (rank_dies_before_its_first_operation, "low_latency_dispatch", 1, 0),
-        (rank_dies_between_operations, "low_latency_combine", 4, 3),
-        (rank_dies_between_send_and_receive, "low_latency_dispatch", 2, 1),
+        (rank_dies_before_its_first_operation, 0, "low_latency_dispatch", 1),
+        (rank_dies_between_send_and_receive, 0, "low_latency_dispatch", 2),
+        (rank_dies_before_combine, 0, "low_latency_combine", 2),
+        (rank_dies_before_its_rows, 4, "dispatch", 1),
+        (rank_dies_before_its_rows, 2, "dispatch", 1),
+        (rank_dies_before_combine, 4, "combine", 2),
+        (rank_dies_before_combine, 2, "combine", 2),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_killed_rank_is_named(
-    scenario: Callable[..., Any], operation: str, op: int, last_seen: int
+    scenario: Callable[..., Any], per_node: int, operation: str, op: int
 ) -> None:
-    for seen in run_without(scenario, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S):
+    num_ranks = num_ranks_of(per_node)
+    for seen in run_without(scenario, num_ranks, -signal.SIGKILL, NEVER_S, per_node):
         assert seen["missing"] == seen["dead"] == (MISSING,)
-        assert seen["last_seen"] == {MISSING: last_seen}
         assert (seen["operation"], seen["op"]) == (operation, op)
         assert f"rank {MISSING} is dead" in seen["text"]
         assert seen["type"] is EPRankGoneError
+        if per_node == 0:
+            assert seen["last_seen"] == {MISSING: op - 1}
 
 
-@pytest.mark.parametrize("victims", [(1,), (1, 2), (0,)])
-def test_all_dead_ranks_are_named_and_survivors_say_the_same(victims: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("victims", "per_node"), [((1,), 0), ((1, 2), 0), ((0,), 0), ((1,), 4), ((1,), 2)]
+)
+def test_all_dead_ranks_are_named_and_survivors_say_the_same(
+    victims: tuple[int, ...], per_node: int
+) -> None:
     scenario, killed = exchange_until_somebody_is_missing, -signal.SIGKILL
-    seen = run_without(scenario, SHAPE.num_ranks, killed, NEVER_S, victims, 0.2, victims=victims)
-    alike = all_alike(seen)
-    assert alike["missing"] == alike["dead"] == victims
+    num_ranks = num_ranks_of(per_node)
+    seen = run_without(scenario, num_ranks, killed, NEVER_S, per_node, victims, victims=victims)
     for one in seen:
+        assert one["dead"] == victims
+        # In normal operations, who is one ahead may hear first that another one has ended because of it.
+        assert set(one["missing"]) - set(one["left"] if per_node else ()) == {*victims}
         # Ranks are in one operation, or in two that follow each other.
         assert abs(one["op"] - seen[0]["op"]) <= 1
-        if one["op"] == seen[0]["op"]:
+        if one["op"] == seen[0]["op"] and per_node == 0:
             assert one["reason"] == seen[0]["reason"]
 
 
@@ -243,12 +322,23 @@ def test_children_of_a_dead_rank_do_not_keep_it_alive() -> None:
     assert seen["dead"] == (MISSING,)
 
 
-@pytest.mark.parametrize(("how", "exit_code"), [("destroys", 0), ("drops", 0), ("exits", 3)])
-def test_a_rank_that_ended_in_order_is_not_called_dead(how: str, exit_code: int) -> None:
-    seen = all_alike(run_without(rank_leaves, SHAPE.num_ranks, exit_code, NEVER_S, how, 1))
-    assert seen["missing"] == seen["left"] == (MISSING,)
-    assert seen["dead"] == ()
-    assert f"rank {MISSING} destroyed its buffer, or ended, after operation 2" in seen["text"]
+@pytest.mark.parametrize(
+    ("how", "exit_code", "per_node"),
+    [
+        *(("destroys", 0, 0), ("drops", 0, 0), ("exits", 3, 0)),
+        *(("destroys", 0, 4), ("destroys", 0, 2), ("ValueError", 1, 4), ("ValueError", 1, 2)),
+    ],
+)
+def test_a_rank_that_ended_in_order_is_not_called_dead(
+    how: str, exit_code: int, per_node: int
+) -> None:
+    num_ranks = num_ranks_of(per_node)
+    closed = 4 if per_node else 2
+    for seen in run_without(rank_leaves, num_ranks, exit_code, NEVER_S, per_node, how, 1):
+        assert seen["missing"] == seen["left"] == (MISSING,)
+        assert (seen["dead"], seen["op"], seen["type"]) == ((), closed + 1, EPRankGoneError)
+        ended = f"rank {MISSING} destroyed its buffer, or ended, after operation {closed}"
+        assert ended in seen["text"]
 
 
 # torch catches ValueError and exits; KeyboardInterrupt passes through.
@@ -258,7 +348,7 @@ def test_a_rank_that_ended_in_order_is_not_called_dead(how: str, exit_code: int)
 def test_the_exception_that_ends_a_child_of_multiprocessing_is_told(
     error: str, num_exchanges: int
 ) -> None:
-    seen = all_alike(run_without(rank_leaves, SHAPE.num_ranks, 1, NEVER_S, error, num_exchanges))
+    seen = all_alike(run_without(rank_leaves, SHAPE.num_ranks, 1, NEVER_S, 0, error, num_exchanges))
     assert seen["missing"] == seen["left"] == (MISSING,)
     assert seen["last_seen"] == {MISSING: 2 * num_exchanges}
     assert seen["op"] == 2 * num_exchanges + 1
@@ -290,6 +380,46 @@ def gave_up(op: int) -> str:
 
 def test_a_rank_that_dies_while_buffers_are_made_leaves_nothing_behind() -> None:
     run_without(rank_dies_while_buffers_are_made, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S)
+
+
+def rank_dies_and_the_others_build_anew(rank: int, group: dist.ProcessGroup, per_node: int) -> Any:
+    """First without it, then with a spare process in its place."""
+    spare = NORMAL_RANKS
+
+    def group_of(*ranks: int) -> dist.ProcessGroup:
+        return dist.new_group(ranks, use_local_synchronization=True)
+
+    if rank == spare:
+        seen = None
+        for _ in range(2):  # as many as the others make: torch counts them to name the next one
+            group_of(spare)
+    else:
+        first = NormalRank(group_of(*range(NORMAL_RANKS)), per_node)
+        first.exchange()
+        if rank == MISSING:
+            threading.Timer(0.1, die).start()
+        seen = timeout_of(first.exchange_for_ever)["dead"]
+        first.buffer.destroy()
+        left = NormalRank(group_of(*OTHERS), len(OTHERS))
+        left.exchange()
+        left.buffer.destroy()
+    again = NormalRank(group_of(*OTHERS, spare), per_node)
+    for _ in range(3):
+        again.exchange()
+    again.buffer.destroy()
+    return seen
+
+
+@on_nodes
+def test_survivors_go_on_without_the_dead_rank_and_with_another_one(per_node: int) -> None:
+    seen = run_without(
+        rank_dies_and_the_others_build_anew,
+        NORMAL_RANKS + 1,
+        -signal.SIGKILL,
+        NEVER_S,
+        per_node,
+    )
+    assert seen == [(MISSING,)] * len(OTHERS) + [None]
 
 
 def call(rank: int, buffer: deep_ep.Buffer) -> None:
