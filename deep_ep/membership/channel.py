@@ -16,6 +16,7 @@ import socket
 from collections.abc import Sequence
 from typing import Callable
 
+from deep_ep.hang import messages
 from deep_ep.hang.messages import Message, Welcome
 from deep_ep.membership.connection import NOT_UNDERSTOOD, Address, Connection, ConnectionClosed
 from deep_ep.membership.loop import Loop
@@ -70,6 +71,8 @@ class Channel:
         self.server: socket.socket | None = None
         self.address: Address | None = None
         self._ungreeted: list[Connection] = []
+        self._said: Message = None
+        self._line = b""
 
     def listen(self, host: str, is_free: Callable[[int], bool]) -> None:
         """Lets ranks connect from now on. By any thread, before the loop starts.
@@ -131,7 +134,11 @@ class Channel:
         """Says something to a rank, which may not arrive."""
         try:
             connection = self.connections.get(rank) or self._call(rank)
-            connection.send(message)
+            if (
+                message is not self._said
+            ):  # a verdict on 1024 ranks takes milliseconds, and all are told
+                self._said, self._line = message, messages.encode(message) + b"\n"
+            connection.send_bytes(self._line)
         except (OSError, ConnectionClosed):
             return  # of an open connection, heard of when it is read
         self._watch(rank, connection)

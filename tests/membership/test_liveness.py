@@ -138,6 +138,19 @@ def test_threads(by_sockets: bool) -> None:
         assert len(our_threads() - of_others) == (3 if by_sockets else 1)
 
 
+def test_what_all_are_told_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict on a thousand ranks would keep rank 0's thread busy for seconds."""
+    told, encoded = RankRaised(1, "ValueError"), []
+    monkeypatch.setattr(
+        "deep_ep.hang.messages.encode", lambda message: encoded.append(message) or encode(message)
+    )
+    with connected(4) as ranks:
+        loop: Any = ranks[0].member.endpoint
+        loop.post(lambda: [loop.channel.send(rank, told) for rank in (1, 2, 3)])
+        assert eventually(lambda: all(rank.member.hangs.raised for rank in ranks[1:]))
+    assert encoded.count(told) == 1
+
+
 def test_a_broken_connection_is_a_death() -> None:
     with connected(3) as ranks:
         connection_of(ranks[1]).socket.shutdown(socket.SHUT_RDWR)
