@@ -39,6 +39,7 @@ class Channel:
 
     Attributes:
         connections: over which a rank is spoken to, by rank.
+        addresses: where others listen, by rank; `None`: nowhere, as far as that is known.
         server: the socket on which it listens; `None`: it never did.
         address: where others connect, host and port; `None`: nowhere.
     """
@@ -65,7 +66,7 @@ class Channel:
         """
         self._loop, self._rank, self._num_ranks, self._token = loop, rank, num_ranks, token
         self._hear, self._lose = hear, lose
-        self._addresses: Sequence[Address | None] = ()
+        self.addresses: Sequence[Address | None] = (None,) * num_ranks
         self._open: set[Connection] = set()
         self.connections: dict[int, Connection] = {}
         self.server: socket.socket | None = None
@@ -122,13 +123,9 @@ class Channel:
         self._accept(rank, Connection(sock))
         return str(sock.getsockname()[0])
 
-    def introduce(self, addresses: Sequence[Address | None]) -> None:
-        """Where all ranks listen."""
-        self._addresses = addresses
-
     def reaches(self, rank: int) -> bool:
         """Whether there is a way to a rank, as far as that is known."""
-        return rank in self.connections or self._address_of(rank) is not None
+        return rank in self.connections or self.addresses[rank] is not None
 
     def send(self, rank: int, message: Message) -> None:
         """Says something to a rank, which may not arrive."""
@@ -200,16 +197,13 @@ class Channel:
 
     # ---- who is connected
 
-    def _address_of(self, rank: int) -> Address | None:
-        return self._addresses[rank] if rank < len(self._addresses) else None
-
     def _call(self, rank: int) -> Connection:
         """Begins to connect; what is said meanwhile is sent once that is done.
 
         Raises:
             OSError: there is no way to it.
         """
-        address = self._address_of(rank)
+        address = self.addresses[rank]
         if address is None:
             raise OSError(f"rank {rank} listens nowhere")
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

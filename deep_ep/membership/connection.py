@@ -120,13 +120,15 @@ class Connection:
         taken, self._unread = bytes(self._unread), bytearray()
         return taken
 
-    def receive(self) -> list[Message]:
-        """The messages that have arrived in full.
+    def exchange(self) -> list[Message]:
+        """Sends what it can, and returns the messages that have arrived in full.
 
         Raises:
             ConnectionClosed: the other end is gone, and all it sent has been returned.
             ValueError: what came is no message.
         """
+        with contextlib.suppress(ConnectionClosed):  # what it has sent before is still there
+            self.flush()
         try:
             while self._read(1 << 16) and len(self._unread) <= _LONGEST:
                 pass
@@ -137,16 +139,6 @@ class Connection:
                 return messages
             raise
         return self._messages()
-
-    def exchange(self) -> list[Message]:
-        """Sends what it can, and returns what has arrived; what the other end still sent before it closed, too.
-
-        Raises:
-            ConnectionClosed, ValueError: as `receive`.
-        """
-        with contextlib.suppress(ConnectionClosed):
-            self.flush()
-        return self.receive()
 
     def close(self) -> None:
         """Closes this end. May be repeated."""

@@ -268,7 +268,7 @@ def complete(own: Offer | None, member: Liveness, joined: Sequence[tuple[str | N
     known = [codec.from_plain(kind, address) for address in addresses]
     endpoint = member.endpoint
     if isinstance(endpoint, CoordinatorClient):
-        endpoint.post(lambda: endpoint.channel.introduce(known))
+        endpoint.channel.addresses = known
     if own is None:
         return
     unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]

@@ -112,7 +112,7 @@ class MonitoredGroup:
         try:
             return self._group.all_gather_object(obj)
         except RuntimeError as error:
-            verdict = watch.answer()
+            verdict = watch.end(asks=True)
             if verdict is None or not verdict.causes:
                 raise
             raise self._error(error, verdict, watch.waited_s()) from error
@@ -212,14 +212,13 @@ class _ArrivalMonitor(threading.Thread):
         """How long this rank has been in the exchange."""
         return time.monotonic() - self._since_s
 
-    def end(self) -> None:
-        """The exchange is over. A thread that outlived it could end the last that holds the group, as a process ends."""
-        self._over.set()
-        self.join(_ANSWER_S)
+    def end(self, asks: bool = False) -> HangVerdict | None:
+        """The exchange is over. A thread that outlived it could end the last that holds the group, as a process ends.
 
-    def answer(self) -> HangVerdict | None:
-        """Who is missing now; or at the last look, if the board does not answer."""
-        self._is_asked = True
+        Returns:
+            Who was missing at the last look: now, if that is asked for and the board answers.
+        """
+        self._is_asked = asks
         self._over.set()
         self.join(_ANSWER_S)
         return self._verdict

@@ -390,18 +390,18 @@ def test_a_connection_takes_only_messages_of_bounded_size() -> None:
     ours, theirs = socket.socketpair()
     connection = Connection(ours)
     theirs.sendall(b'{"type":"AskState","inquiry":1,"rank":0}\n{"type":"AskState",')
-    assert connection.receive() == [AskState(1, 0)]
+    assert connection.exchange() == [AskState(1, 0)]
     theirs.sendall(b'"inquiry":2,"rank":0}\n')
-    assert connection.receive() == [AskState(2, 0)]
+    assert connection.exchange() == [AskState(2, 0)]
     for nonsense in (b"[1]\n", b"no json\n", b"\xff\n"):
         theirs.sendall(nonsense)
         with pytest.raises(ValueError, match="."):
-            connection.receive()
+            connection.exchange()
 
     def flood() -> None:
         for _ in range(40):
             theirs.sendall(b"x" * 50_000)
-            connection.receive()
+            connection.exchange()
 
     with pytest.raises(ValueError, match="more than"):
         flood()
@@ -426,11 +426,11 @@ def test_a_connection_keeps_what_the_other_end_cannot_take_yet_up_to_a_bound() -
             send_more()
     while connection.has_unsent:
         connection.flush()
-        received += other.receive()
+        received += other.exchange()
     assert received == sent
     connection.close()
     with pytest.raises(ConnectionClosed):
-        other.receive()
+        other.exchange()
     with pytest.raises(ConnectionClosed):
         other.send(message)
     other.close()
@@ -449,9 +449,9 @@ def test_the_last_words_of_who_closes_without_reading_are_heard(sends: bool) -> 
     if sends:
         with pytest.raises(ConnectionClosed):
             assert eventually(lambda: ours.send(Unmasked()))
-    assert ours.receive() == [RankLeft(2, 2)]
+    assert ours.exchange() == [RankLeft(2, 2)]
     with pytest.raises(ConnectionClosed, match="process"):
-        ours.receive()
+        ours.exchange()
     ours.close()
 
 
