@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -315,59 +316,32 @@ time.sleep(60)
 """
 
 
-@pytest.fixture
-def two_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks with a buffer, which sleep."""
+def test_a_process_is_asked_for_a_dump_and_says_how_another_one_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            assert "ready\n" in iter(lines_of(process).readline, "")
-        yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
-def lines_of(process: subprocess.Popen[str]) -> IO[str]:
-    assert process.stdout is not None
-    return process.stdout
-
-
-@pytest.mark.exhaustive
-def test_the_log_says_how_a_process_has_ended_that_its_parent_has_not_asked_for(
-    two_processes: list[subprocess.Popen[str]],
-) -> None:
-    first, second = two_processes
-    second.kill()
-    said = next(line for line in iter(lines_of(first).readline, "") if "is dead" in line)
-    assert f"rank 1 is dead: the process is gone (process {second.pid} on host" in said
-    assert "signal 9)" in said
-
-
-def test_a_process_writes_a_dump_when_it_is_asked(
-    two_processes: list[subprocess.Popen[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    asked = ["dump", str(two_processes[1].pid), "--into", str(tmp_path / "dump"), "--timeout", "60"]
-    assert main(asked) == 0
-    assert "no rank waits" in capsys.readouterr().out
-    (of_buffer,) = (tmp_path / "dump").iterdir()
-    names = {path.name for path in of_buffer.iterdir()}
-    assert {"0.hang.json", "1.hang.json", "verdict.hang.json"} < names
+    with contextlib.ExitStack() as stack:
+        ranks, lines = [], []
+        for rank in range(2):
+            command = [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store")]
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            lines.append(iter(process.stdout.readline, ""))
+        assert all("ready\n" in said for said in lines)
+        into = tmp_path / "dump"
+        assert main(["dump", str(ranks[1].pid), "--into", str(into), "--timeout", "60"]) == 0
+        assert "no rank waits" in capsys.readouterr().out
+        assert {"0.hang.json", "1.hang.json"} < {path.name for path in into.glob("*/*")}
+        # Its parent has not asked for the status yet.
+        ranks[1].kill()
+        said = next(line for line in lines[0] if "is dead" in line)
+        assert f"rank 1 is dead: the process is gone (process {ranks[1].pid} on host" in said
+        assert "signal 9)" in said
 
 
 # --- in a group -----------------------------------------------------------------------------------
