@@ -167,11 +167,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_dump(parser: argparse.ArgumentParser) -> None:
     parser.description = "Asks processes of this user and host for a dump of their buffers, and waits until it is written."
     parser.add_argument(
-        "pid",
+        "whom",
         nargs="?",
-        type=int,
-        metavar="PID",
-        help="one of these processes; by default all of them are asked",
+        metavar="PID_OR_DIR",
+        help="a process, or the directory into which a job writes dumps; by default all processes with buffers",
     )
     parser.add_argument(
         "--into", type=Path, metavar="DIR", help="where to write; by default where the job does"

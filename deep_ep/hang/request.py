@@ -1,13 +1,14 @@
 """How another program asks a process for a dump: over a socket in a folder that only its user may open.
 
-A process with buffers listens for each of them in `deep_ep-UID` under the temporary directory, at `PID.BUFFER.RANK`
-(membership/dump_requests.py). Who asks says there what ranks say to each other, an `InquiryRequest`, and is answered with
+A process with buffers listens for each of them in `deep_ep-UID` under the temporary directory, at `PID.BUFFER.RANK.FOLDER`,
+of which the last is short for where it writes by itself (membership/dump_requests.py). Who asks says there what ranks say to each other, an `InquiryRequest`, and is answered with
 the `InquiryVerdict`, in which the files stand that were written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import stat
@@ -48,13 +49,18 @@ def meeting_place() -> Iterator[Path]:
         os.close(folder)
 
 
-def ask(pid: int | None, into: Path | None = None) -> list[tuple[int, socket.socket]]:
-    """Asks a process of this user and host for a dump of each of its buffers, or all of them. Waits for none.
+def short(folder: str) -> str:
+    """Names a folder in an address."""
+    return hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:12]
+
+
+def ask(whom: str | None, into: Path | None = None) -> list[tuple[int, socket.socket]]:
+    """Asks processes of this user and host for dumps of their buffers. Waits for none.
 
     What processes have left that were killed is removed.
 
     Args:
-        pid: of the process; `None`: all.
+        whom: number of a process, or the folder into which those that are asked write by themselves; `None`: all.
         into: where they shall write; `None`: where they do by themselves.
 
     Returns:
@@ -68,8 +74,9 @@ def ask(pid: int | None, into: Path | None = None) -> list[tuple[int, socket.soc
     asked = []
     with meeting_place() as place:
         for address in sorted(place.iterdir()):
-            of = address.name.partition(".")[0]
-            if not of.isdecimal() or pid not in (None, int(of)):
+            words = address.name.split(".")
+            is_meant = whom in (None, words[0]) or short(str(whom)) == words[-1]
+            if not words[0].isdecimal() or not is_meant:
                 continue
             connection = socket.socket(socket.AF_UNIX)
             connection.setblocking(False)
@@ -82,12 +89,12 @@ def ask(pid: int | None, into: Path | None = None) -> list[tuple[int, socket.soc
                 connection.close()
                 address.unlink(missing_ok=True)
                 continue
-            asked.append((int(of), connection))
+            asked.append((int(words[0]), connection))
     if not asked:
-        whom = "no process" if pid is None else f"process {pid} is none"
+        for_whom = "" if whom is None else f" that is {whom!r}, or writes there"
         raise EPUsageError(
-            f"dump: {whom} of this user, on this host, with a deep_ep.Buffer of several ranks and DEEP_EP_RECORDER "
-            "not 0; only such a process writes dumps. Use the TMPDIR of the job."
+            f"dump: there is no process{for_whom}; it must be of this user, on this host, and have a deep_ep.Buffer of "
+            "several ranks, with DEEP_EP_RECORDER not 0. Use the TMPDIR of the job."
         )
     return asked
 

@@ -103,7 +103,11 @@ class Loop(ABC):
 
         if server.fileno() >= 0:  # it may have been closed meanwhile
             server.setblocking(False)
-            self._selector.register(server.fileno(), selectors.EVENT_READ, accept)
+            self.read(server.fileno(), accept)
+
+    def read(self, descriptor: int, action: Callable[[], None]) -> None:
+        """Has the thread call it when there is something to read. From that thread, or before it starts."""
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def ignore(self, descriptor: int) -> None:
         """The opposite of `listen`, and of `watch`. From that thread only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from deep_ep.errors import EPUsageError
 from deep_ep.hang import request
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import InquiryVerdict
+from deep_ep.membership import dump_requests
 from deep_ep.membership.dump_requests import DumpRequests
 from support.launch import HANG_S, Ranks
 from support.waiting import eventually
@@ -55,14 +57,45 @@ def test_who_is_asked_writes_each_dump_into_a_place_of_its_own(
     buffer_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A buffer that is gone may have left a dump there."""
-    for folder, given in (("own", ()), ("into", ("--into", str(tmp_path / "into")))):
-        assert main(["dump", str(os.getpid()), *given, "--timeout", str(HANG_S)]) == 0
+    own = str(tmp_path / "own")
+    for folder, given in (
+        ("own", [own]),
+        ("into", [str(os.getpid()), "--into", str(tmp_path / "into")]),
+    ):
+        assert main(["dump", *given, "--timeout", str(HANG_S)]) == 0
         of_buffer = tmp_path / folder / buffer_name
         said = capsys.readouterr().out.splitlines()
         assert f"process {os.getpid()}: {of_buffer / 'verdict.hang.json'}" in said
         assert said[-1] == f"process {os.getpid()}: no rank waits"
         names = {path.name for path in of_buffer.iterdir()}
         assert {"0.hang.json", "1.hang.json", "verdict.hang.json"} < names
+
+
+def test_a_signal_asks_for_a_dump(buffer_name: str, tmp_path: Path) -> None:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert eventually((tmp_path / "own" / buffer_name / "verdict.hang.json").exists)
+
+
+def test_a_signal_asks_once_in_however_many_pieces_its_stack_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    monkeypatch.setattr(dump_requests, "_reading_end", reading)
+    monkeypatch.setattr(dump_requests, "_all", [SimpleNamespace(ask=asked.append)])
+    for piece in (
+        b"Stack (most recent ca",
+        b"ll first):\n",
+        b'  File "train.py", line 3 in step\n',
+    ):
+        os.write(writing, piece)
+        dump_requests._take_signal()
+    assert asked == [""]
+    os.write(writing, b"Stack (most recent call first):\n")
+    dump_requests._take_signal()
+    assert asked == ["", ""]
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_folder_that_cannot_be_written_is_said(
@@ -80,9 +113,9 @@ def test_what_is_no_request_ends_nothing(said: bytes, buffer_name: str, place: P
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(place / os.listdir(place)[0]))
         stranger.sendall(said)
-    (hurried,) = request.ask(os.getpid())
+    (hurried,) = request.ask(str(os.getpid()))
     hurried[1].close()
-    (patient,) = request.ask(os.getpid())
+    (patient,) = request.ask(str(os.getpid()))
     assert request.answer(*patient, HANG_S).dumped
 
 
@@ -102,7 +135,7 @@ def test_what_all_processes_answer_is_said_once(
 def test_who_does_not_answer_is_named_however_often_it_is_asked(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with listener(place, "41.b0.0"):
+    with listener(place, "41.b0.0.x"):
         for _ in range(4):
             assert main(["dump", "41", "--timeout", "0.05"]) == 4
             assert "process 41 has not answered within 0.05 s" in capsys.readouterr().out
@@ -111,25 +144,25 @@ def test_who_does_not_answer_is_named_however_often_it_is_asked(
 def test_what_a_killed_process_has_left_is_removed(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    listener(place, "41.b0.0").close()
+    listener(place, "41.b0.0.x").close()
     (place / "notes").touch()  # which is somebody else's
     assert main(["dump", "42"]) == 2
-    assert "process 42 is none of this user" in capsys.readouterr().err
+    assert "there is no process that is '42'" in capsys.readouterr().err
     assert main(["dump"]) == 2
-    assert "no process of this user" in capsys.readouterr().err
+    assert "there is no process; " in capsys.readouterr().err
     assert os.listdir(place) == ["notes"]
 
 
 def test_a_fork_leaves_the_address_to_its_parent(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop: Any = SimpleNamespace(listen=lambda *_: None)
+    loop: Any = SimpleNamespace(listen=lambda *_: None, read=lambda *_: None)
     watch: Any = SimpleNamespace(buffer="b0", rank=0)
     requests = DumpRequests(loop, watch)
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: 1)
         requests.close()
-    assert os.listdir(place) == [f"{os.getpid()}.b0.0"]
+    assert os.listdir(place)[0].startswith(f"{os.getpid()}.b0.0.")
     requests.close()
     assert os.listdir(place) == []
 
@@ -148,7 +181,7 @@ def test_a_meeting_place_of_somebody_else_is_refused(
         place.write_text("")
     with pytest.raises(EPUsageError, match="only this user may open"):
         request.ask(None)
-    loop: Any = None
+    loop: Any = SimpleNamespace(read=lambda *_: None)
     watch: Any = SimpleNamespace(buffer="b0", rank=0)
     DumpRequests(loop, watch).close()
     assert "nobody can ask this process" in caplog.text

@@ -19,7 +19,7 @@ def dump(given: argparse.Namespace) -> int:
     failed = False
     # Who leads writes the files of all, and each process answers with all of them: each is named once.
     said: set[str] = set()
-    for pid, connection in request.ask(given.pid, given.into):
+    for pid, connection in request.ask(given.whom, given.into):
         try:
             found = request.answer(pid, connection, given.timeout)
         except EPTransportError as error:
