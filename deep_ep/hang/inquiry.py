@@ -218,7 +218,7 @@ class Inquiries:
             What all ranks are to hear.
         """
         # What makes it another one than the last.
-        said = [(c.kind, c.ranks, c.series, c.number, c.paths, c.circle) for c in verdict.causes]
+        said = [(c.kind, c.ranks, c.series, c.number, c.paths) for c in verdict.causes]
         if said and said != self._said:
             self._said = said
             _log.warning("deep_ep: %s", wording.line(verdict), extra={"verdict": verdict})

@@ -106,14 +106,13 @@ class NormalRank(Rank):
             explicitly_destroy=True,
         )
         inputs = normal_exchange.make_inputs(self.shape, NORMAL)
-        expected = normal_exchange.expect(inputs, self.shape, NORMAL, ranks_per_node)
-        self.expected, self.normal_inputs = expected, inputs[group.rank()]
-        self.known = self.normal_inputs, expected, self.shape, NORMAL, SMALL
+        self.expected = normal_exchange.expect(inputs, self.shape, NORMAL, ranks_per_node)
+        self.normal_inputs = inputs[group.rank()]
 
     def exchange(self) -> None:
         """Layout, dispatch, cached dispatch and combine."""
-        outputs = normal_exchange.run_exchange(self.buffer, *self.known)
-        normal_exchange.assert_outputs(outputs, self.buffer.rank, *self.known)
+        outputs = normal_exchange.run_exchange(self.buffer, self.expected, SMALL)
+        normal_exchange.assert_outputs(outputs, self.buffer.rank, self.expected, SMALL)
 
     def dispatch(self) -> Any:
         """The handle."""
