@@ -21,7 +21,7 @@ from .hops import NORMAL_DISPATCH, NORMAL_KINDS, NOTIFY
 from .joint_clocks import contradictions
 from .rank_summary import KindSummary, Summary, nothing_counted, summarize
 from .snapshot import Snapshot
-from .snapshot_checks import latest_operation, require_place, require_snapshot
+from .snapshot_checks import latest_operation, require_snapshot
 
 if TYPE_CHECKING:
     from ..core.package import Group
@@ -31,12 +31,6 @@ LOW_LATENCY_KINDS = ("dispatch", "combine")
 KINDS = (*LOW_LATENCY_KINDS, *NORMAL_KINDS)
 # Kinds in which every source tells when it entered; on the other hops a gateway may.
 _SAYS_WHO_ENTERED = (*LOW_LATENCY_KINDS, NOTIFY)
-# Numbers, or NaN; ranks and truth values cannot be anything else.
-_FINITE = [n.name for n in FIELDS if isinstance(n.missing, float) and not n.may_be_infinite]
-# Nothing that is counted comes near the end of int64.
-_LARGEST = 2**62
-# Devices of one host, and more.
-_MOST_DEVICES = 2**16
 
 
 @dataclass(frozen=True)
@@ -198,9 +192,7 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
             f"gather: reports is a {type(reports).__name__}; it must be a list with a Snapshot or Summary "
             "of each rank. Pass [diagnose.snapshot(buffer), ...] of all ranks."
         )
-    summaries = [
-        require_summary("gather", r if isinstance(r, Summary) else summarize(r)) for r in reports
-    ]
+    summaries = [r if isinstance(r, Summary) else summarize(r) for r in reports]
     summaries.sort(key=lambda s: s.rank)
     ranks = [s.rank for s in summaries]
     sizes = sorted({s.num_ranks for s in summaries})
@@ -254,53 +246,6 @@ def _set_offsets(m: Matrices, wrong: FloatArray) -> Matrices:
         path_bound=m.path_bound - wrong,
         last_path=m.last_path - of_last,
     )
-
-
-def require_summary(where: str, summary: Summary) -> Summary:
-    """The summary, if its parts fit each other.
-
-    Raises:
-        EPArgumentError: they do not.
-    """
-    require_place(where, summary.rank, summary.num_ranks)
-    if not 0 <= summary.device_index < _MOST_DEVICES:
-        raise EPArgumentError(
-            f"{where}: rank {summary.rank} is on device {summary.device_index}; a local index from 0 to "
-            f"{_MOST_DEVICES - 1} is expected. Pass what rank_summary.summarize() returns."
-        )
-    for kind, of_kind in summary.kinds.items():
-        size = of_kind.totals["ops"].size
-        if size != summary.num_ranks:
-            raise EPArgumentError(
-                f"{where}: the {kind} summary of rank {summary.rank} is of a group of {size} ranks, and its "
-                f"num_ranks is {summary.num_ranks}; they must be the same. Pass what "
-                "rank_summary.summarize() returns."
-            )
-        if wrong := _what_cannot_be(of_kind, size):
-            raise EPArgumentError(
-                f"{where}: of the {kind} summary of rank {summary.rank}, {wrong}. Pass what "
-                "rank_summary.summarize() returns."
-            )
-    return summary
-
-
-def _what_cannot_be(s: KindSummary, num_ranks: int) -> str:
-    rows = max(s.ops.size, 1)
-    if s.gap.shape[0] != rows or s.last.shape[0] != rows:
-        return f"series have {s.gap.shape[0]} operations; they must have {rows}"
-    if s.last.min(initial=0) < -1 or s.last.max(initial=0) >= num_ranks:
-        return (
-            f"the last to arrive are ranks beyond -1 and {num_ranks - 1}, which are all there are"
-        )
-    if not all(abs(value) <= _LARGEST for value in s.own.values()):
-        return f"sums of its own are {dict(s.own)}; they must be numbers up to {_LARGEST:.0e}"
-    if s.ops.min(initial=0) < 0 or s.ops.max(initial=0) > _LARGEST:
-        return f"operations are numbered beyond 0 and {_LARGEST:.0e}"
-    # All at once: there are as many summaries as ranks.
-    if np.isinf(np.concatenate([getattr(s, name).ravel() for name in _FINITE])).any():
-        name = next(name for name in _FINITE if np.isinf(getattr(s, name)).any())
-        return f"{name} is infinite; it must be a number or NaN"
-    return ""
 
 
 def gather_group(group: Group, take: Callable[[], Snapshot]) -> dict[str, Matrices] | None:
@@ -404,7 +349,7 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
         stamps_arrivals=all(s.stamps_arrivals for s in used.values()),
         totals=by_name([s.totals for s in by_rank.values()]),
         own=own,
-        timeline=_timeline(with_stamps),
+        timeline=next((s.timeline for s in used.values() if s.timeline is not None), None),
         **{number.name: of_this_hop(number, group_of(number)) for number in FIELDS},
     )
 
@@ -412,22 +357,6 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
 def _is_relayed(kind: str, place: Place) -> BoolArray:
     between = place.nodes[:, None] != place.nodes[None, :]
     return np.asarray(between & (kind == NORMAL_DISPATCH))
-
-
-def _timeline(with_stamps: Mapping[int, KindSummary]) -> Timeline | None:
-    for rank, s in sorted(with_stamps.items()):
-        recent = s.recent
-        if recent is not None:
-            arrival = np.where(np.isfinite(recent.arrival), recent.arrival, -np.inf)
-            return Timeline(
-                observer=rank,
-                ops=recent.ops,
-                begin_us=(recent.begin - recent.begin[0]) / 1e3,
-                entered_us=recent.entered / 1e3,
-                arrival_us=recent.arrival / 1e3,
-                last=np.argmax(arrival, axis=1).astype(np.int64),
-            )
-    return None
 
 
 def _ratio(amount: FloatArray, time: FloatArray) -> FloatArray:

@@ -13,14 +13,14 @@ from typing import Annotated, Optional
 
 import numpy as np
 
-from ..core.diagnosis import BoolArray, FloatArray, IntArray
+from ..core.diagnosis import BoolArray, FloatArray, IntArray, Rank, Timeline
 from ..core.package import CounterSnapshot, codec, stamps
 from ..core.robust_stats import median, median_of, quantile, standard_error
 from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
 from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times, since
 from .path_times import MIN_SEEN, path_times
-from .snapshot import Snapshot
-from .snapshot_checks import require_snapshot, without_contradictions
+from .snapshot import NumRanks, Snapshot
+from .snapshot_checks import columns, require_snapshot, without_contradictions
 
 # The latest operation of which all ranks tell is one that this divides, so that it is the same one.
 _ANCHORS = 8
@@ -40,18 +40,12 @@ _MUCH_MORE, _CHANCE = 1.15, 3.0
 # Before and after a step times are nearer to what they were at that end of the window, but for this share, and last
 # this part of it.
 _OVERLAP, _LASTS = 1 / 16, 1 / 8
+# Numbers, or NaN; ranks and truth values cannot be anything else.
+_FINITE = [n.name for n in FIELDS if isinstance(n.missing, float) and not n.may_be_infinite]
+# Nothing that is counted comes near the end of int64; and devices of one host, and more.
+_LARGEST, _MOST_DEVICES = 2**62, 2**16
 # Kinds of operations that others may tell of.
 _FEW = codec.Most(64)
-
-
-@dataclass(frozen=True)
-class Recent:
-    """The latest operations with all stamps of one rank, ns on its clock; `[m]`, `[m, num_ranks]`."""
-
-    ops: Annotated[IntArray, ("m",)]
-    begin: Annotated[IntArray, ("m",)]
-    entered: Annotated[FloatArray, ("m", "num_ranks")]
-    arrival: Annotated[FloatArray, ("m", "num_ranks")]
 
 
 @dataclass(frozen=True)
@@ -63,14 +57,36 @@ class KindSummary(Numbers):
             and wait_ns.
         ops: [n] operation numbers in the ring; empty without a ring.
         stamps_arrivals: whether the true arrival of every word was stamped, however late the rank looked.
-        recent: the latest operations, of rank 0 only.
+        timeline: the latest operations, of rank 0 only.
     """
 
     totals: Annotated[Mapping[str, PerSource], _TOTALS]
     own: Annotated[Mapping[str, float], _OWN]
-    ops: Annotated[IntArray, ("n",)]
+    ops: Annotated[IntArray, ("numbered",)]
     stamps_arrivals: bool
-    recent: Optional[Recent]  # noqa: UP045 - read at run time, by Python 3.9 as well
+    timeline: Optional[Timeline]  # noqa: UP045 - read at run time, by Python 3.9 as well
+
+
+def _require_possible(s: KindSummary, sides: codec.Sides) -> KindSummary:
+    """Of what another rank says, besides the lengths of sides."""
+    rows, latest = max(s.ops.size, 1), sides["num_ranks"] - 1
+    # All at once: there are as many summaries as ranks.
+    numbers = np.concatenate([getattr(s, name).ravel() for name in _FINITE])
+    wrong = {
+        f"has series of {s.gap.shape[0]} operations; expected {rows}": s.gap.shape[0] != rows,
+        f"has ranks that came last beyond -1 and {latest}": s.last.min(initial=0) < -1
+        or s.last.max(initial=0) > latest,
+        f"has sums of its own that are no numbers up to {_LARGEST:.0e}": not all(
+            abs(value) <= _LARGEST for value in s.own.values()
+        ),
+        f"has numbers of operations beyond 0 and {_LARGEST:.0e}": s.ops.min(initial=0) < 0
+        or s.ops.max(initial=0) > _LARGEST,
+        "is infinite where it must be a number or NaN": np.isinf(numbers).any(),
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise codec.CodecError(what)
+    return s
 
 
 @dataclass(frozen=True)
@@ -82,13 +98,13 @@ class Summary:
             in `kinds` was left out.
     """
 
-    rank: int
-    num_ranks: int
+    rank: Rank
+    num_ranks: NumRanks
     device: str
     host: str
-    device_index: int
+    device_index: Annotated[int, codec.Range(0, _MOST_DEVICES)]
     node: int
-    kinds: Annotated[Mapping[str, KindSummary], _FEW]
+    kinds: Annotated[Mapping[str, Annotated[KindSummary, _require_possible]], _FEW]
     spoilt: Annotated[Mapping[str, str], _FEW] = field(default_factory=dict)
 
 
@@ -137,8 +153,7 @@ def _summarize_kind(
     if not used.shape[0]:
         return _from_totals(totals, own, rank)
 
-    own_stamps = {name: used[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
-    of_source = {name: used[:, :-1, i] for i, name in enumerate(counters.ring_source_fields)}
+    of_source, own_stamps = columns(counters, used)
     begin = own_stamps["wait_begin"]
     entered, issued, arrival = (
         since(of_source[name], begin[:, None]) for name in ("entered", "issued", "arrival")
@@ -220,13 +235,23 @@ def _summarize_kind(
         busy=np.asarray(_union(start, arrival, rank)),
         stamps_arrivals=bool((was_seen | ~took_part).all()),
         # One rank's is enough for a timeline, and rank 0 is always there.
-        recent=_recent(own_stamps["op"], begin, entered, arrival) if rank == 0 else None,
+        timeline=_timeline(own_stamps["op"], begin, entered, arrival, rank) if rank == 0 else None,
     )
 
 
-def _recent(ops: IntArray, begin: IntArray, entered: FloatArray, arrival: FloatArray) -> Recent:
+def _timeline(
+    ops: IntArray, begin: IntArray, entered: FloatArray, arrival: FloatArray, rank: int
+) -> Timeline:
     last = slice(-TIMELINE_OPERATIONS, None)
-    return Recent(ops[last].copy(), begin[last].copy(), entered[last], arrival[last])
+    came = np.where(np.isfinite(arrival[last]), arrival[last], -np.inf)
+    return Timeline(
+        observer=rank,
+        ops=ops[last].copy(),
+        begin_us=(begin[last] - begin[last][0]) / 1e3,
+        entered_us=entered[last] / 1e3,
+        arrival_us=arrival[last] / 1e3,
+        last=np.argmax(came, axis=1).astype(np.int64),
+    )
 
 
 def _from_totals(
@@ -248,7 +273,7 @@ def _from_totals(
         own=own,
         ops=np.zeros(0, np.int64),
         stamps_arrivals=True,
-        recent=None,
+        timeline=None,
         **{row.name: row.unknown(num_ranks) for row in FIELDS},
     )
     return replace(

@@ -18,6 +18,33 @@ from ..core.package import PARTS, CounterSnapshot, EPArgumentError, codec, count
 if TYPE_CHECKING:
     from ..core.package import RecvCounters
 
+# What must be counted; counters may have more.
+NEEDED_FIELDS = {
+    "fields": (
+        "ops",
+        "tokens",
+        "bytes",
+        "wait_ns",
+        "late_ns",
+        "issue_ns",
+        "path_ns",
+        "critical_ns",
+    ),
+    "own_fields": ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns"),
+    "ring_source_fields": ("entered", "issued", "arrival", "tokens"),
+    "ring_own_fields": ("op", "wait_begin", "exit", "previous_exit"),
+}
+
+
+def _require_fields(counters: CounterSnapshot, _: codec.Sides) -> CounterSnapshot:
+    for names, needed in NEEDED_FIELDS.items():
+        missing = [name for name in needed if name not in getattr(counters, names)]
+        if missing:
+            raise codec.CodecError(f"lacks {', '.join(missing)}", names)
+    return counters
+
+
+NumRanks = Annotated[int, codec.Range(1), codec.Length(("num_ranks",))]
 _Pairs = Optional[Annotated[IntArray, ("calls", 2)]]
 _Triples = Optional[Annotated[IntArray, ("parts", 3)]]
 
@@ -47,10 +74,10 @@ class Snapshot:
     """
 
     rank: Rank
-    num_ranks: Annotated[int, codec.Range(1), codec.Length(("num_ranks",)), _count_sources]
+    num_ranks: Annotated[NumRanks, _count_sources]
     device: str
     host: str
-    operations: Mapping[str, CounterSnapshot]
+    operations: Mapping[str, Annotated[CounterSnapshot, _require_fields]]
     device_index: Count = 0
     node: Count = 0
     calls: _Pairs = None

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..analyze.baseline import History
 from ..analyze.engine import judge
-from ..collect.group_matrices import gather, require_summary
+from ..collect.group_matrices import gather
 from ..collect.rank_summary import Summary
 from ..core.package import EPArgumentError, codec
 from . import wire
@@ -101,9 +101,9 @@ class ShareLimits:
             EPArgumentError: the message is none, of another rank, or would make matrices too large.
         """
         share = wire.decode(Share, data, where, {"num_ranks": self._num_ranks})
-        if share.summary is None:
+        summary = share.summary
+        if summary is None:
             return share
-        summary = require_summary(where, share.summary)
         if (summary.rank, summary.num_ranks) != (rank, self._num_ranks):
             raise EPArgumentError(
                 f"{where}: the share is of rank {summary.rank} of {summary.num_ranks}; it must be of rank "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import math
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ import numpy as np
 
 from ..collect.snapshot import Snapshot
 from ..core import safe_files
-from ..core.package import CounterSnapshot, EPArgumentError, codec
+from ..core.package import EPArgumentError, codec
 from . import foreign
 
 SCHEMA = "deep_ep.counters/1"
@@ -29,12 +27,6 @@ class Head:
     kinds: list[str]
 
 
-# Ways to pack an entry. Others fail in words of their own.
-_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 # What a file may unpack to: rings of some thousand operations of 1,024 ranks.
 _LARGEST = 512 * 2**20
 
@@ -95,8 +87,11 @@ def _load_file(file: Path) -> Snapshot:
             f"{file}: no archive, or cut off; {expected}. Was the program stopped while it wrote?"
         )
     try:
-        with zipfile.ZipFile(file) as archive:
-            stored = _read_entries(archive)
+        with np.load(file, allow_pickle=False) as archive:
+            unpacked = sum(entry.file_size for entry in archive.zip.infolist())
+            if unpacked > _LARGEST:
+                raise ValueError(f"{unpacked} bytes when unpacked, where {_LARGEST} are allowed")
+            stored = {name: _plain(archive[name]) for name in archive.files}
     except Exception as error:  # noqa: BLE001 - zipfile and numpy raise anything at what nobody has written
         raise EPArgumentError(
             f"{file}: damaged ({error}); {expected}. Copy the file again."
@@ -107,43 +102,12 @@ def _load_file(file: Path) -> Snapshot:
         raise foreign.refusal(error, str(file), "entry", SCHEMA) from None
 
 
-def _read_entries(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """What np.load reads; but a ValueError where an array would be larger than its entry, before it is allocated."""
-    entries = archive.infolist()
-    unpacked = sum(entry.file_size for entry in entries)
-    if unpacked > _LARGEST:
-        raise ValueError(f"{unpacked} bytes when unpacked, where {_LARGEST} are allowed")
-    if any(entry.compress_type not in _PACKED for entry in entries):
-        raise ValueError("an entry is neither stored nor deflated")
-    stored = {}
-    for entry in entries:
-        with archive.open(entry) as packed:
-            data = io.BytesIO(packed.read(entry.file_size))
-        _require_whole_array(data)
-        array = np.lib.format.read_array(data, allow_pickle=False)
-        stored[entry.filename.removesuffix(".npy")] = _plain(array)
-    return stored
-
-
-def _require_whole_array(data: io.BytesIO) -> None:
-    """Leaves it at its beginning."""
-    version = np.lib.format.read_magic(data)
-    if version not in _HEADERS:
-        raise ValueError(f"an array of version {version}")
-    shape, _, dtype = _HEADERS[version](data)
-    count = math.prod(shape)
-    size = count * dtype.itemsize
-    left = data.getbuffer().nbytes - data.tell()
-    # Texts without characters take no bytes, any number of them.
-    if count > max(left, 1) or (size != left and not dtype.hasobject):
-        raise ValueError(f"{dtype} of shape {list(shape)} in {left} bytes")
-    data.seek(0)
-
-
-def _plain(value: Any) -> Any:
+def _plain(array: Any) -> Any:
     """An entry that is a text, an integer, or a list of texts; any other as it is."""
-    is_plain = value.dtype.kind == "U" or (value.dtype.kind == "i" and not value.shape)
-    return value.tolist() if is_plain else value
+    if array.size > max(array.nbytes, 1):  # texts without characters take no bytes, any number of them
+        raise ValueError(f"{array.dtype} of shape {list(array.shape)}")
+    is_plain = array.dtype.kind == "U" or (array.dtype.kind == "i" and not array.shape)
+    return array.tolist() if is_plain else array
 
 
 def _snapshot(stored: dict[str, Any]) -> Snapshot:
@@ -154,22 +118,8 @@ def _snapshot(stored: dict[str, Any]) -> Snapshot:
         names = [name for name in stored if name.startswith(start)]
         kinds[kind] = {name[len(start) :]: stored[name] for name in names}
     try:
-        snapshot = foreign.read(Snapshot, {**stored, "operations": kinds})
-        for kind, counters in snapshot.operations.items():
-            _require_growing(kind, counters)
+        return foreign.read(Snapshot, {**stored, "operations": kinds})
     except codec.CodecError as error:
         if error.path[0] == "operations":
             error.path[:3] = ["/".join(map(str, error.path[1:3]))]
         raise
-    return snapshot
-
-
-def _require_growing(kind: str, counters: CounterSnapshot) -> None:
-    totals = counters.totals
-    if (totals < 0).any():
-        field, source = np.argwhere(totals < 0)[0].tolist()
-        raise codec.CodecError(
-            f"is {totals[field, source]}; expected counters of at least 0; they wrapped, or two snapshots "
-            f"were subtracted in the wrong order: see {counters.fields[field]} of source {source}",
-            f"{kind}/totals",
-        )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from deep_ep import EPArgumentError, diagnose
+from deep_ep import diagnose
+from deep_ep.base import codec
 from deep_ep.diagnose.collect.fields import FIELDS, Field, Numbers
-from deep_ep.diagnose.collect.rank_summary import KindSummary, summarize
+from deep_ep.diagnose.collect.rank_summary import KindSummary, Summary, summarize
 from generator import simulate
 from generator.machines import CPU
 
@@ -63,19 +67,36 @@ def test_ranks_stand_side_by_side_and_a_missing_one_is_as_its_row_says(
         assert found.dtype == values[0].dtype
 
 
-@pytest.mark.parametrize("row", FIELDS, ids=lambda row: row.name)
-def test_only_what_may_be_infinite_is_taken_so(
-    row: Field, snapshots: list[diagnose.Snapshot]
+SPOILT: dict[str, Callable[[Summary, KindSummary], Any]] = {
+    "rank is 4; expected an integer of at least 0 and below 4": lambda s, _: replace(s, rank=4),
+    "device_index is -1": lambda s, _: replace(s, device_index=-1),
+    "kinds.dispatch.gap is": lambda _, k: replace(k, gap=k.gap[:, None]),
+    "kinds.dispatch has series of 10 operations; expected 3": lambda _, k: replace(
+        k, ops=k.ops[:3]
+    ),
+    "kinds.dispatch has ranks that came last beyond -1 and 3": lambda _, k: replace(
+        k, last=k.last + 4
+    ),
+    "kinds.dispatch has sums of its own": lambda _, k: replace(k, own=dict.fromkeys(k.own, np.nan)),
+    "kinds.dispatch has numbers of operations": lambda _, k: replace(k, ops=k.ops - 99),
+    **{
+        f"kinds.dispatch is infinite where it must be a number or NaN#{row.name}": (
+            lambda _, k, name=row.name: replace(k, **{name: getattr(k, name) + np.inf})
+        )
+        for row in FIELDS
+        if isinstance(row.missing, float) and not row.may_be_infinite
+    },
+}
+
+
+@pytest.mark.parametrize("said", SPOILT)
+def test_what_no_rank_can_have_seen_is_refused_where_it_is_read(
+    said: str, snapshots: list[diagnose.Snapshot]
 ) -> None:
-    report = summarize(snapshots[0])
-    of_kind = report.kinds["dispatch"]
-    value = getattr(of_kind, row.name)
-    if value.dtype != np.float64:
-        return
-    infinite = replace(of_kind, **{row.name: np.full_like(value, np.inf)})
-    reports = [replace(report, kinds={"dispatch": infinite}), *snapshots[1:]]
-    if row.may_be_infinite:
-        assert np.isinf(getattr(diagnose.gather(reports)["dispatch"], row.name)[0]).all()
-        return
-    with pytest.raises(EPArgumentError, match=f"{row.name} is infinite"):
-        diagnose.gather(reports)
+    whole = summarize(snapshots[0])
+    assert codec.decode(Summary, codec.encode(whole)).rank == 0
+    spoilt = SPOILT[said](whole, whole.kinds["dispatch"])
+    if isinstance(spoilt, KindSummary):
+        spoilt = replace(whole, kinds={"dispatch": spoilt})
+    with pytest.raises(codec.CodecError, match=re.escape(said.partition("#")[0])):
+        codec.decode(Summary, codec.encode(spoilt))

@@ -70,10 +70,22 @@ def test_what_is_no_share_is_refused_with_what_to_do(data: bytes, said: str) -> 
     assert "let nobody else write to the store" in str(caught.value)
 
 
-def test_a_share_of_a_group_of_another_size_is_refused() -> None:
-    said = r"wait_parts is \[3, 4\]; expected float64 of shape \[3, 5\]"
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_ranks": 5}, r"wait_parts is \[3, 4\]; expected float64 of shape \[3, 5\]"),
+        ({"rank": 2}, "the share is of rank 2 of 4; it must be of rank 1 of 4"),
+        # Ranks of a rail are counted by it.
+        ({"device_index": -1}, "device_index is -1; expected an integer of at least 0"),
+        ({"device_index": 2**56}, "device_index is 72057594037927936; expected"),
+    ],
+)
+def test_a_share_of_another_group_rank_or_device_is_refused(
+    changes: dict[str, int], said: str
+) -> None:
+    summary = replace(SHARES[1].summary, **changes)  # type: ignore[type-var]
     with pytest.raises(EPArgumentError, match=said):
-        decode(Share, MESSAGE, num_ranks=5)
+        ShareLimits(SHARES[0]).share_of(1, codec.encode(Share(summary)), "here")
 
 
 @dataclass(frozen=True)
@@ -115,14 +127,6 @@ def test_a_share_of_1024_ranks_with_all_kinds_fits_a_message() -> None:
         kinds=dict.fromkeys((f"kind {i}" for i in range(6)), wide),
     )
     assert len(codec.encode(Share(summary))) < codec.LARGEST_MESSAGE / 4
-
-
-@pytest.mark.parametrize("index", [-1, 2**56])
-def test_a_device_that_no_host_has_is_refused(index: int) -> None:
-    """Ranks of a rail are counted by it."""
-    summary = replace(SHARES[1].summary, device_index=index)  # type: ignore[type-var]
-    with pytest.raises(EPArgumentError, match=f"here: rank 1 is on device {index}"):
-        ShareLimits(SHARES[0]).share_of(1, codec.encode(Share(summary)), "here")
 
 
 @settings(max_examples=100, deadline=None)

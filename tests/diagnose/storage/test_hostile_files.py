@@ -397,19 +397,6 @@ def test_an_entry_that_numpy_cannot_read_is_refused(
         read_any(file)
 
 
-@pytest.mark.parametrize("packed", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
-def test_archives_are_packed_as_they_are_written(tmp_path: Path, packed: int) -> None:
-    """Other ways to pack fail in words of their own."""
-    (file,) = counter_archive.save(COUNTERS, tmp_path)
-    with zipfile.ZipFile(file) as archive:
-        entries = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(file, "w", packed) as archive:
-        for name, data in entries.items():
-            archive.writestr(name, data)
-    with pytest.raises(EPArgumentError, match=f"{file}: damaged .*neither stored nor deflated"):
-        read_any(file)
-
-
 def test_a_pipe_in_a_folder_keeps_nobody_waiting(tmp_path: Path) -> None:
     for name in ("diagnose-x.jsonl", "counters-rank0.npz", "wait.log", "trace.json"):
         os.mkfifo(tmp_path / name)
