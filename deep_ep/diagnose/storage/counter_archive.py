@@ -87,11 +87,7 @@ def _load_file(file: Path) -> Snapshot:
             f"{file}: no archive, or cut off; {expected}. Was the program stopped while it wrote?"
         )
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            unpacked = sum(entry.file_size for entry in archive.zip.infolist())
-            if unpacked > _LARGEST:
-                raise ValueError(f"{unpacked} bytes when unpacked, where {_LARGEST} are allowed")
-            stored = {name: _plain(archive[name]) for name in archive.files}
+        stored = _read_entries(file)
     except Exception as error:  # noqa: BLE001 - zipfile and numpy raise anything at what nobody has written
         raise EPArgumentError(
             f"{file}: damaged ({error}); {expected}. Copy the file again."
@@ -102,9 +98,19 @@ def _load_file(file: Path) -> Snapshot:
         raise foreign.refusal(error, str(file), "entry", SCHEMA) from None
 
 
+def _read_entries(file: Path) -> dict[str, Any]:
+    with np.load(file, allow_pickle=False) as archive:
+        unpacked = sum(entry.file_size for entry in archive.zip.infolist())
+        if unpacked > _LARGEST:
+            raise ValueError(f"{unpacked} bytes when unpacked, where {_LARGEST} are allowed")
+        return {name: _plain(archive[name]) for name in archive.files}
+
+
 def _plain(array: Any) -> Any:
     """An entry that is a text, an integer, or a list of texts; any other as it is."""
-    if array.size > max(array.nbytes, 1):  # texts without characters take no bytes, any number of them
+    if array.size > max(
+        array.nbytes, 1
+    ):  # texts without characters take no bytes, any number of them
         raise ValueError(f"{array.dtype} of shape {list(array.shape)}")
     is_plain = array.dtype.kind == "U" or (array.dtype.kind == "i" and not array.shape)
     return array.tolist() if is_plain else array

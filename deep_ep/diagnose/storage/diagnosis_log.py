@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,9 @@ from ..core.package import EPArgumentError, codec, printable
 from . import foreign, record_layout
 from .record import Headline, Record
 from .record_layout import FILE_PATTERN, SCHEMA
+
+# Of a file with more lines that are cut off nothing is right.
+_MOST_REMARKS = 1000
 
 
 class _Place(NamedTuple):
@@ -68,22 +70,15 @@ def _read_again(place: _Place) -> Record:
     with place.file.open("rb") as file:
         file.seek(place.offset)
         line = file.read(place.length)
-    where = _where(place.file, place.number)
-    record = parse_line(line, where)
-    if record is None:
-        raise EPArgumentError(
-            f"{where}: the line was whole and is cut off now; the file must stay as it is while it "
-            "is read. Read it again."
-        )
-    return record
+    return parse_line(line, _where(place.file, place.number))
 
 
 def read(path: Path | str) -> Log:
     """What `Writer` wrote to a file, or to the `diagnose-*.jsonl` of a folder; a line that is cut off is a note.
 
     Raises:
-        EPArgumentError: nothing is there, or a line is not a record of this version; names file, line
-            and what was expected.
+        EPArgumentError: nothing is there, or a line is whole and no record of this version; names file,
+            line and what was expected.
     """
     path = Path(path)
     paths = foreign.files_in(path, FILE_PATTERN) if path.is_dir() else [path]
@@ -111,14 +106,13 @@ def _read_file(file: Path, found: list[_Place], remarks: list[str]) -> None:
     for number, line in lines(file):
         if line.strip():
             where = _where(file, number)
-            record = parse_line(line, where, is_last=not line.endswith(b"\n"))
-            if record is None:
-                remarks.append(
-                    f"{where}: the line is cut off, so its window is missing "
-                    "(the program was stopped while it wrote, or writes now)."
-                )
-            else:
+            try:
+                record = parse_line(line, where)
                 found.append(_Place(file, number, offset, len(line), Headline.of(record)))
+            except CutOffError as error:
+                if len(remarks) == _MOST_REMARKS:
+                    raise
+                remarks.append(str(error))
         offset += len(line)
 
 
@@ -144,20 +138,28 @@ def too_long(where: str) -> str:
     return f"{where}: the line has more than {most} bytes, which is not read. Remove it, or pass another file."
 
 
-def parse_line(line: bytes, where: str, *, is_last: bool = False) -> Record | None:
-    """The record in one line; None if the line is cut off, EPArgumentError if it is whole and no record of this version.
+class CutOffError(EPArgumentError):
+    """A line begins as a record, and does not end."""
+
+
+def parse_line(line: bytes, where: str) -> Record:
+    """The record in one line.
 
     Args:
         line: the bytes; a line end does no harm.
         where: "FILE:LINE", for the error.
-        is_last: whether no line end follows, so that any line that does not parse is cut off.
+
+    Raises:
+        CutOffError: it begins as one and is no JSON: the program was stopped while it wrote, or writes now.
+        EPArgumentError: it is no record of this version.
     """
-    line = line.removesuffix(b"\n")
     try:
-        value = codec.loads(line)
+        value = codec.loads(line.removesuffix(b"\n"))
     except ValueError as error:
-        if is_last or _is_cut_off(line, error):
-            return None
+        if line.startswith(b"{"):
+            raise CutOffError(
+                f"{where}: the line is cut off, so its window is missing ({error})."
+            ) from None
         raise EPArgumentError(
             f"{where}: not JSON ({error}); expected a {SCHEMA!r} object per line. "
             "Remove the line, or pass another file."
@@ -166,13 +168,3 @@ def parse_line(line: bytes, where: str, *, is_last: bool = False) -> Record | No
         return record_layout.from_json(value)
     except codec.CodecError as error:
         raise foreign.refusal(error, where, "field", SCHEMA) from None
-
-
-def _is_cut_off(line: bytes, error: Exception) -> bool:
-    """Whether a line in the middle of a file is one of ours that was never finished."""
-    if not line.startswith(record_layout.START.encode()):
-        return False
-    if isinstance(error, json.JSONDecodeError):
-        unfinished_text = error.msg.startswith("Unterminated string")
-        return unfinished_text or error.pos >= len(error.doc.rstrip())
-    return isinstance(error, UnicodeDecodeError) and error.end == len(line)

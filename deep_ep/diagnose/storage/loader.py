@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ..analyze.waits_only.judge import judge_waits
 from ..analyze.waits_only.lasting import MOST_WINDOWS
 from ..collect.group_matrices import gather
 from ..collect.snapshot import Snapshot
-from ..collect.snapshot_checks import latest_operation, require_snapshot
+from ..collect.snapshot_checks import latest_operation
 from ..core.diagnosis import FloatArray
 from ..core.package import EPArgumentError, printable, ranks_text
 from . import counter_archive, diagnosis_log, foreign, record_layout
@@ -35,7 +35,10 @@ _ARCHIVE = b"PK\x03\x04"
 _ARRAY = b"\x93NUMPY"
 # Enough of a file to tell what it is.
 _HEAD_BYTES = 4096
-_ROW = re.compile(r"\brank\s*=\s*(?P<rank>-?\d{1,18})\s*[:,]?\s*\[(?P<values>[^\[\]]*)(?P<end>\]?)")
+# A bracket that begins with anything but a number has words of another line.
+_ROW = re.compile(
+    r"\brank\s*=\s*(?P<rank>-?\d{1,18})\s*[:,]?\s*\[\s*(?P<values>(?:[-+.]?\d|(?:nan|inf)\b)[^\[\]]*)(?P<end>\]?)"
+)
 _TIME = re.compile(r"\[\s*(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)\s*\]")
 _DEFAULT_OPERATION = "dispatch"
 # Windows of a matrix log that are judged, and numbers that their matrices may have.
@@ -96,8 +99,6 @@ def _read_counters(files: Sequence[Path]) -> Log:
     if not snapshots:
         raise EPArgumentError(f"{files[0].parent}: no file can be read; {remarks[0]}")
     try:
-        for snapshot in snapshots:
-            require_snapshot("saved counters", snapshot)
         remarks = _put_at_same_operation(snapshots) + remarks
         diagnosis = judge(gather(snapshots))
     except EPArgumentError as error:
@@ -127,8 +128,7 @@ def _put_at_same_operation(snapshots: list[Snapshot]) -> list[str]:
     return []
 
 
-@dataclass(frozen=True)
-class _LoggedRow:
+class _LoggedRow(NamedTuple):
     """One line of a matrix log: what one rank waited for every rank."""
 
     number: int
@@ -139,10 +139,6 @@ class _LoggedRow:
     waits: FloatArray
 
 
-# Rows of one matrix, by rank.
-_LoggedWindow = dict[int, _LoggedRow]
-
-
 def _read_matrices(files: Sequence[Path]) -> Log:
     remarks: list[str] = []
     by_file = [rows for rows in (_rows(file, remarks) for file in files) if rows]
@@ -151,13 +147,27 @@ def _read_matrices(files: Sequence[Path]) -> Log:
         where = files[0] if len(files) == 1 else files[0].parent
         raise EPArgumentError(f"{where}: nothing to read; expected {_EXPECTED}{seen}")
     by_file.sort(key=lambda rows: rows[0].time)
-    windows = _windows(by_file)
-    before: dict[str, deque[FloatArray]] = {}
-    kept = [
-        _judge_window(window, number, printable(files[0].stem), remarks, before)
-        for number, window in enumerate(windows, start=1)
-    ]
-    return Log(tuple(kept), tuple(remarks))
+    records, before = [], defaultdict[str, deque[FloatArray]](lambda: deque(maxlen=MOST_WINDOWS))
+    for number, rows in enumerate(_windows(by_file), start=1):
+        first, num_ranks = rows[0], rows[0].waits.size
+        matrix = np.full((num_ranks, num_ranks), np.nan)
+        for row in rows:
+            matrix[row.rank] = row.waits
+        latest = before[first.operation]
+        latest.append(matrix)
+        try:
+            diagnosis = judge_waits(np.stack(latest), operation=first.operation)
+        except EPArgumentError as error:
+            raise EPArgumentError(f"{first.where}: {error}") from None
+        missing = sorted(set(range(num_ranks)) - {row.rank for row in rows})
+        if missing:
+            remarks.append(
+                f"window {number} ({first.where}): no line of {ranks_text(missing)}; what they waited is "
+                "not known."
+            )
+        group = printable(files[0].stem)
+        records.append(Record(diagnosis, _seconds(rows[-1].time), number, group))
+    return Log(tuple(records), tuple(remarks))
 
 
 def _rows(file: Path, remarks: list[str]) -> list[_LoggedRow]:
@@ -169,7 +179,7 @@ def _rows(file: Path, remarks: list[str]) -> list[_LoggedRow]:
         # Around the rows a log may hold anything.
         line = encoded.decode("utf-8", "replace")
         found = _ROW.search(line)
-        if found is None or not _holds_numbers(found["values"]):
+        if found is None:
             continue
         where = f"{printable(str(file))}:{number}"
         if not found["end"]:
@@ -207,11 +217,6 @@ def _most_windows(num_ranks: int) -> int:
     return max(1, min(_MOST_WINDOWS, _MOST_NUMBERS // max(num_ranks, 1) ** 2))
 
 
-def _holds_numbers(values: str) -> bool:
-    """Whether a bracket after "rank=" is a row, or words of another line."""
-    return any(word.lstrip("+-.")[:1].isdecimal() for word in values.replace(",", " ").split())
-
-
 def _waits(where: str, values: str) -> FloatArray:
     waits = []
     for column, word in enumerate(values.replace(",", " ").split()):
@@ -229,74 +234,33 @@ def _waits(where: str, values: str) -> FloatArray:
 
 
 def _require_same_size(row: _LoggedRow, first: _LoggedRow) -> None:
-    if row.waits.size != first.waits.size:
+    expected = first.waits.size
+    if row.waits.size != expected or not 0 <= row.rank < expected:
         raise EPArgumentError(
-            f"{row.where}: the line has {row.waits.size} values; expected {first.waits.size}, one "
-            f"for each rank, as in {first.where}. Leave the line out, or split the file where the "
-            "group changes."
-        )
-    if not 0 <= row.rank < row.waits.size:
-        raise EPArgumentError(
-            f"{row.where}: the line is of rank {row.rank} and has {row.waits.size} values; expected "
-            f"a rank from 0 to {row.waits.size - 1}, one value for each rank. Leave the line out."
+            f"{row.where}: the line is of rank {row.rank} and has {row.waits.size} values; expected {expected}, "
+            f"one for each rank from 0 to {expected - 1}, as in {first.where}. Leave the line out, or split the "
+            "file where the group changes."
         )
 
 
-def _windows(by_file: Sequence[Sequence[_LoggedRow]]) -> list[_LoggedWindow]:
-    ranks_by_file = [{row.rank for row in rows} for rows in by_file]
-    if len(by_file) > 1 and all(len(ranks) == 1 for ranks in ranks_by_file):
-        return _windows_of_ranks(by_file)
-    windows: list[_LoggedWindow] = []
+def _windows(by_file: Sequence[Sequence[_LoggedRow]]) -> list[list[_LoggedRow]]:
+    """Rows of each window, in order of rank: a rank that appears again is of the next one of its kind of operation.
+
+    Where every rank wrote a file of its own, each begins with the first window.
+    """
+    of_ranks = len(by_file) > 1 and all(len({row.rank for row in rows}) == 1 for rows in by_file)
+    windows: dict[tuple[int, str], dict[int, _LoggedRow]] = {}
+    number = Counter[str]()
     for rows in by_file:
         _require_same_size(rows[0], by_file[0][0])
-        latest: dict[str, _LoggedWindow] = {}
+        if of_ranks:
+            number.clear()
         for row in rows:
-            window = latest.get(row.operation)
-            if window is None or row.rank in window:
-                window = latest[row.operation] = {}
-                windows.append(window)
-            window[row.rank] = row
-    return windows
-
-
-def _windows_of_ranks(by_file: Sequence[Sequence[_LoggedRow]]) -> list[_LoggedWindow]:
-    """Every rank wrote its own file: the k-th row of each is the k-th window."""
-    windows: dict[tuple[int, str], _LoggedWindow] = {}
-    seen: dict[tuple[int, str], int] = {}
-    for rows in by_file:
-        _require_same_size(rows[0], by_file[0][0])
-        for row in rows:
-            number = seen[row.rank, row.operation] = seen.get((row.rank, row.operation), 0) + 1
-            windows.setdefault((number, row.operation), {})[row.rank] = row
-    return [windows[key] for key in sorted(windows, key=lambda key: key[0])]
-
-
-def _judge_window(
-    window: _LoggedWindow,
-    number: int,
-    group: str,
-    remarks: list[str],
-    before: dict[str, deque[FloatArray]],
-) -> Record:
-    """Judges a window with those before it; `before` holds the latest of each operation."""
-    rows = sorted(window.values(), key=lambda row: row.rank)
-    operation, num_ranks = rows[0].operation, rows[0].waits.size
-    matrix = np.full((num_ranks, num_ranks), np.nan)
-    for row in rows:
-        matrix[row.rank] = row.waits
-    latest = before.setdefault(operation, deque(maxlen=MOST_WINDOWS))
-    latest.append(matrix)
-    try:
-        diagnosis = judge_waits(np.stack(latest), operation=operation)
-    except EPArgumentError as error:
-        raise EPArgumentError(f"{rows[0].where}: {error}") from None
-    missing = sorted(set(range(num_ranks)) - set(window))
-    if missing:
-        where = rows[0].where
-        remarks.append(
-            f"window {number} ({where}): no line of {ranks_text(missing)}; what they waited is not known."
-        )
-    return Record(diagnosis, _seconds(rows[-1].time), number, group)
+            kind = row.operation
+            while row.rank in windows.setdefault((number[kind], kind), {}):
+                number[kind] += 1
+            windows[number[kind], kind][row.rank] = row
+    return [[window[rank] for rank in sorted(window)] for window in windows.values()]
 
 
 def _seconds(time: str) -> float:

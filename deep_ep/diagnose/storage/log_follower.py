@@ -61,12 +61,7 @@ def _read_on(file: Path, position: _Position) -> Iterator[Record | str]:
             if was_skipped:
                 yield diagnosis_log.too_long(where)
             elif line.strip():
-                yield _parsed(line, where)
-
-
-def _parsed(line: bytes, where: str) -> Record | str:
-    try:
-        record = diagnosis_log.parse_line(line, where)
-    except EPArgumentError as error:
-        return str(error)
-    return record or f"{where}: the line is cut off, so its window is missing."
+                try:
+                    yield diagnosis_log.parse_line(line, where)
+                except EPArgumentError as error:
+                    yield str(error)

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Optional, TypeVar
 
 import numpy as np
@@ -39,8 +39,6 @@ T = TypeVar("T")
 
 SCHEMA = "deep_ep.diagnose/1"
 FILE_PATTERN = "diagnose-*.jsonl"
-# How every line begins, of this version or another.
-START = '{"schema": "deep_ep.diagnose/'
 # The longest line that is read: records of 1,024 ranks with matrices of six kinds take half of it.
 LONGEST_LINE = 16 * 2**20
 # Records of larger groups are not read: a few bytes could ask for any amount of memory.
@@ -48,8 +46,6 @@ MOST_RANKS = 2048
 _MOST_KINDS = codec.Most(8)
 # Beyond so many ranks matrices are stored per block of ranks.
 LARGEST_MATRIX = 128
-# Cells of a timeline; of many ranks only the latest operations are stored.
-_LARGEST_TIMELINE = 16_384
 # In seconds since 1970, about the year 5000.
 _LAST_TIME = 95e9
 
@@ -178,7 +174,7 @@ def _to_store(m: Measured, means: Means, of: Blocks | None) -> StoredMeasured:
     def condensed(matrix: FloatArray) -> FloatArray | None:
         return None if of is None else matrix if of.single else of.mean(matrix)
 
-    rates, timeline = m.bandwidth, m.timeline
+    rates = m.bandwidth
     matrices: Any = {name: condensed(getattr(m, name)) for name in MATRICES}
     return StoredMeasured(
         **_of_ranks(m),
@@ -187,7 +183,7 @@ def _to_store(m: Measured, means: Means, of: Blocks | None) -> StoredMeasured:
         if rates is None
         else _bandwidth(StoredBandwidth, rates, condensed(rates.edge)),
         matrices=None if of is None else matrices,
-        timeline=None if of is None or timeline is None else _latest(timeline),
+        timeline=None if of is None else m.timeline,
     )
 
 
@@ -197,23 +193,6 @@ def _of_ranks(m: MeasuredOfRanks) -> dict[str, Any]:
 
 def _bandwidth(cls: Callable[..., T], rates: Bandwidth | StoredBandwidth, edge: Any) -> T:
     return cls(**{**vars(rates), "edge": edge})
-
-
-def _latest(t: Timeline) -> Timeline:
-    """What is kept of it: so many operations at its end."""
-    count, num_ranks = t.entered_us.shape
-    most = max(1, _LARGEST_TIMELINE // max(num_ranks, 1))
-    if count <= most:
-        return t
-    begin = t.begin_us[-most:]
-    return replace(
-        t,
-        ops=t.ops[-most:],
-        begin_us=begin - begin[0],
-        entered_us=t.entered_us[-most:],
-        arrival_us=t.arrival_us[-most:],
-        last=t.last[-most:],
-    )
 
 
 def _measured(stored: StoredMeasured, of: Blocks) -> Measured:

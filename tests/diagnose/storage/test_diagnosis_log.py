@@ -205,28 +205,6 @@ def test_a_record_without_nodes_is_read(tmp_path: Path) -> None:
     assert read_back.diagnosis.hosts == record().diagnosis.hosts
 
 
-def test_of_many_ranks_the_timeline_keeps_the_latest_operations() -> None:
-    count, num_ranks = 200, 128
-    long = Timeline(
-        observer=0,
-        ops=np.arange(count),
-        begin_us=np.arange(count) * 10.0,
-        entered_us=np.zeros((count, num_ranks)),
-        arrival_us=np.zeros((count, num_ranks)),
-        last=np.zeros(count, dtype=np.int64),
-    )
-    diagnosis = fixtures.diagnosis(num_ranks)
-    measured = replace(diagnosis.measured["dispatch"], timeline=long)
-    diagnosis = replace(diagnosis, measured={"dispatch": measured})
-    line = to_line(Record(diagnosis, 0.0, 1, "ep"), with_matrices=True)
-    back = diagnosis_log.parse_line(line.encode(), "file:1")
-    assert back is not None
-    timeline = back.diagnosis.measured["dispatch"].timeline
-    assert timeline is not None
-    assert timeline.ops.tolist() == list(range(72, 200))
-    assert timeline.begin_us[0] == 0
-
-
 def test_a_group_is_a_file_and_its_name_is_tamed(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     for group in ("a", "../b c"):
@@ -250,7 +228,7 @@ def record(**changes: Any) -> Record:
 
 def write_lines(folder: Path, *lines: str, end: str = "\n") -> Path:
     file = folder / "diagnose-ep.jsonl"
-    file.write_text("\n".join(lines) + end, encoding="utf-8")
+    file.write_text("\n".join(lines) + end, encoding="utf-8", errors="surrogateescape")
     return file
 
 
@@ -277,7 +255,6 @@ def changed(**values: Any) -> str:
     [
         ("what is this", r"not JSON .*expected a 'deep_ep.diagnose/1' object per line"),
         ("[1, 2]", r"the line is \[1, 2\]; expected an object"),
-        (GOOD.replace("2430.0", "NaN"), r"NaN is not a JSON number; unknown numbers are null"),
         (
             changed(schema="deep_ep.diagnose/2"),
             r"schema is 'deep_ep.diagnose/2'; this version reads",
@@ -337,13 +314,37 @@ def test_an_empty_file_hides_no_other_one(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("kept", [1, 20, len(GOOD) // 2, len(GOOD) - 1])
-def test_a_line_cut_off_at_the_end_is_left_out_with_a_remark(tmp_path: Path, kept: int) -> None:
-    file = write_lines(tmp_path, GOOD, GOOD[:kept], end="")
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (GOOD[:1], "Expecting property name"),
+        (GOOD[:20], "Unterminated string"),
+        (GOOD[: len(GOOD) // 2], ""),
+        (GOOD[:-1], "Expecting ',' delimiter"),
+        (GOOD.replace("2430.0", "NaN"), "NaN is not a JSON number; unknown numbers are null"),
+        (GOOD.replace("node0", "node\udcff"), "can't decode"),
+        ('{"schema": ' + "[" * 100_000, "nested too deeply"),
+    ],
+)
+@pytest.mark.parametrize("end", ["", "\n" + GOOD + "\n"])
+def test_a_line_that_does_not_end_is_left_out_with_a_remark(
+    tmp_path: Path, line: str, said: str, end: str
+) -> None:
+    file = write_lines(tmp_path, GOOD, line, end=end)
     log = read(file)
-    assert len(log) == 1
-    assert len(log.remarks) == 1
-    assert log.remarks[0].startswith(f"{file}:2: the line is cut off")
+    assert len(log) == 1 + bool(end)
+    (remark,) = log.remarks
+    assert remark.startswith(f"{file}:2: the line is cut off")
+    assert said in remark
+
+
+def test_of_a_file_of_lines_that_do_not_end_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis_log, "_MOST_REMARKS", 3)
+    assert len(read(write_lines(tmp_path, GOOD, "{", "{", "{")).remarks) == 3
+    with pytest.raises(EPArgumentError, match=":5: the line is cut off"):
+        read(write_lines(tmp_path, GOOD, *"{{{{"))
 
 
 def test_a_last_line_without_line_end_counts(tmp_path: Path) -> None:

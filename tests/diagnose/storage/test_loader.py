@@ -167,9 +167,12 @@ def test_a_line_of_a_log_that_is_too_long_is_refused_by_its_size(
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (f"rank=3 [{'1 ' * 7}]", "has 7 values; expected 8, one for each rank, as in"),
+        (f"rank=3 [{'1 ' * 7}]", "has 7 values; expected 8, one for each rank from 0 to 7, as in"),
         (f"rank=3 [{'1 ' * 9}]", "has 9 values; expected 8"),
-        (f"rank=8 [{'1 ' * 8}]", "of rank 8 and has 8 values; expected a rank from 0 to 7"),
+        (
+            f"rank=8 [{'1 ' * 8}]",
+            "of rank 8 and has 8 values; expected 8, one for each rank from 0 to 7",
+        ),
         (f"rank=-1 [{'1 ' * 8}]", "of rank -1 and has 8 values"),
         (f"rank=3 [{'1 ' * 7} -5]", "value 8 is '-5'; expected a number of at least 0"),
         (f"rank=3 [1 nan {'1 ' * 6}]", "value 2 is 'nan'; expected a number"),
