@@ -93,16 +93,28 @@ def judge_waits(
     given = matrix if isinstance(matrix, Mapping) else {operation: matrix}
     windows = wait_windows(given)[:, -MOST_WINDOWS:]
     num_ranks = windows.shape[-1]
-    _check_arguments(num_ranks, hosts, operations, unit_ns, delta_ns)
+    for name, value, is_right, allowed in (
+        ("hosts", hosts, hosts is None or len(hosts) == num_ranks, f"None, or {num_ranks} names"),
+        ("operations", operations, operations is None or operations >= 1, "None, or 1 or more"),
+        ("unit_ns", unit_ns, unit_ns is None or 0 < unit_ns < math.inf, "None, or above 0"),
+        ("delta_ns", delta_ns, 0 <= delta_ns < math.inf, "0 or more"),
+        (
+            "within_nodes",
+            within_nodes,
+            hosts is not None or not within_nodes,
+            "False without hosts",
+        ),
+    ):
+        if not is_right:
+            raise EPArgumentError(
+                f"judge_waits: {name} is {value!r}, of windows of {num_ranks} ranks; it must be {allowed}. "
+                "Pass it as described there, or leave it out."
+            )
     missing: BoolArray = np.asarray(np.isnan(windows).all(axis=(0, 1, 3)))
     windows[..., np.arange(num_ranks), np.arange(num_ranks)] = np.nan
     names = list(dict.fromkeys(hosts or ()))
     nodes = np.array([names.index(host) for host in hosts or ()] or [0] * num_ranks, np.int64)
     if within_nodes:
-        if hosts is None:
-            raise EPArgumentError(
-                "judge_waits: within_nodes is True and hosts is None; ranks of a node must be known. Pass hosts."
-            )
         windows[..., nodes[:, None] != nodes] = np.nan
     windows = windows * ((1.0 if unit_ns is None else unit_ns) / (operations or 1) / 1e3)
 
@@ -344,16 +356,14 @@ def _nobody(found: Lasting, num_windows: int, hosts_known: bool) -> str:
     for what, side in zip(("others wait for", "the waiting of"), found.sides):
         rank = int(np.argmax(np.nan_to_num(side.effect, nan=-np.inf)))
         effect, often = float(side.effect[rank]), int(side.in_windows[rank])
-        size = f"{what} rank {rank}, {quantities.microseconds(effect)} above the usual"
-        needed = quantities.microseconds(side.threshold)
-        if 2 * often > num_windows:
+        is_near = effect > max(_NEARLY * side.threshold, _NEARLY_ERRORS * side.error[rank])
+        if is_near or 2 * often > num_windows:
             return (
-                f"undecided: {size}, exceeds {needed} in {often} of {num_windows} windows, which does not "
-                "last or varies too much; later windows may decide"
+                f"undecided: {what} rank {rank}, {quantities.microseconds(effect)} above the usual, exceeds "
+                f"{quantities.microseconds(side.threshold)} in {often} of {num_windows} windows, which is needed "
+                "in nearly all; later windows may decide"
             )
-        if effect > max(_NEARLY * side.threshold, _NEARLY_ERRORS * side.error[rank]):
-            return f"undecided: {size}, is too little; {needed} are needed in nearly all windows"
-    needed = quantities.microseconds(max(found.waited_for.threshold, found.waits.threshold))
+    needed = quantities.microseconds(max(side.threshold for side in found.sides))
     return f"nobody stands out by {needed} in nearly all of {num_windows} windows"
 
 
@@ -380,29 +390,6 @@ def _remarks(
 
 
 # ---- the rest
-
-
-def _check_arguments(
-    num_ranks: int,
-    hosts: Sequence[str] | None,
-    operations: int | None,
-    unit_ns: float | None,
-    delta_ns: float,
-) -> None:
-    wrong = {
-        f"hosts has {len(hosts or ())} entries, the matrix {num_ranks} ranks; there must be one host per "
-        "rank. Pass them in rank order, or None.": hosts is not None and len(hosts) != num_ranks,
-        f"operations is {operations}; the sums must cover at least 1. Pass None if the number is not "
-        "known.": operations is not None and operations < 1,
-        f"unit_ns is {unit_ns}; it must be a number above 0. Pass 1 for nanoseconds, 1e9 / clock rate for "
-        "cycles.": unit_ns is not None and not 0 < unit_ns < math.inf,
-        f"delta_ns is {delta_ns}; it must be 0 or more. Pass 0 for no floor.": not 0
-        <= delta_ns
-        < math.inf,
-    }
-    for message, is_wrong in wrong.items():
-        if is_wrong:
-            raise EPArgumentError(f"judge_waits: {message}")
 
 
 def _mean(of_windows: FloatArray) -> FloatArray:

@@ -23,24 +23,13 @@ def square_matrix(where: str, matrix: Any, *, missing_rows: bool = False) -> Flo
         EPArgumentError: it is anything else.
     """
     what = f"{where}: the matrix must be [n, n] numbers, row i what rank i waited for each rank"
-    try:
-        array = np.asarray(_on_host(matrix))
-    except ValueError:
+    array = _array(matrix)
+    is_square = array.ndim == 2 and array.shape[0] == array.shape[1] > 0
+    if array.dtype.kind not in "biuf" or not is_square:
         raise EPArgumentError(
-            f"{what}; its rows differ in length. Pass n rows of n numbers."
-        ) from None
-    wrong = ""
-    if array.dtype.kind not in "biuf":
-        wrong = f"this one holds {array.dtype.name} values. Convert them to integers or floats."
-    elif array.ndim != 2 or array.size == 0:
-        wrong = f"this one has shape {list(array.shape)}. Pass two dimensions of equal length."
-    elif array.shape[0] != array.shape[1]:
-        wrong = (
-            f"this one has {array.shape[0]} rows and {array.shape[1]} columns. Pass one row per rank; a "
-            "rank that did not report gets a row of NaN."
+            f"{what}; this one is {array.dtype.name} of shape {list(array.shape)}. Pass one row of numbers per "
+            "rank, all of one length; a rank that did not report gets a row of NaN."
         )
-    if wrong:
-        raise EPArgumentError(f"{what}; {wrong}")
     values = array.astype(np.float64)
     unknown = np.isnan(values)
     allowed = np.zeros(values.shape, bool)
@@ -50,13 +39,9 @@ def square_matrix(where: str, matrix: Any, *, missing_rows: bool = False) -> Flo
     bad = np.where(unknown, ~allowed, ~(np.isfinite(values) & (values >= 0)))
     if bad.any():
         row, column = np.argwhere(bad)[0]
-        value = f"{values[row, column]:g}".replace("nan", "NaN")
-        advice = (
-            "A counter that was reset between two readings is taken as it is; only whole rows may be NaN, "
-            "of ranks that did not report, and only in judge_waits."
-        )
         raise EPArgumentError(
-            f"{what}, finite and 0 or more; [{row}][{column}] is {value}. {advice}"
+            f"{what}, finite and 0 or more; [{row}][{column}] is {values[row, column]:g}. Only whole rows may be "
+            "NaN, of ranks that did not report, and only in judge_waits."
         )
     return values
 
@@ -71,11 +56,8 @@ def wait_windows(given: Mapping[str, Any]) -> FloatArray:
         EPArgumentError: a window is no square matrix of finite numbers >= 0, or kinds differ in shape.
     """
     kinds = []
-    for matrix in map(_on_host, given.values()):
-        try:
-            windows = matrix if np.ndim(matrix) == 3 else [matrix]
-        except ValueError:  # rows differ in length, as square_matrix says
-            windows = [matrix]
+    for matrix in map(_array, given.values()):
+        windows = matrix if matrix.ndim == 3 else [matrix]
         kinds.append([square_matrix("judge_waits", each, missing_rows=True) for each in windows])
     shapes = {(len(windows), *(w.shape[0] for w in windows)) for windows in kinds}
     if len(shapes) != 1 or len(set(next(iter(shapes))[1:])) != 1:
@@ -88,5 +70,10 @@ def wait_windows(given: Mapping[str, Any]) -> FloatArray:
     return np.array(kinds)
 
 
-def _on_host(given: Any) -> Any:
-    return given.detach().cpu().numpy() if hasattr(given, "detach") else given
+def _array(given: Any) -> np.ndarray[Any, Any]:
+    """Of a list, array or tensor; of objects where rows differ in length."""
+    on_host = given.detach().cpu().numpy() if hasattr(given, "detach") else given
+    try:
+        return np.asarray(on_host)
+    except ValueError:
+        return np.array(["rows of several lengths"], object)
