@@ -96,7 +96,7 @@ def _estimate(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -
     usable = {
         kind: m
         for kind, m in matrices.items()
-        if m.present.sum() > 1 and (m.num_operations or m.counted) >= MIN_OPERATIONS
+        if m.present.sum() > 1 and m.num_operations >= MIN_OPERATIONS
     }
     families = [
         {kind: m for kind, m in usable.items() if (kind in LOW_LATENCY_KINDS) == is_low_latency}
@@ -197,15 +197,16 @@ def _remarks(matrices: Mapping[str, Matrices]) -> list[str]:
         missing = [r for r in np.flatnonzero(~m.present).tolist() if r not in m.spoilt]
         if missing:
             said.append(f"{kind}: no counters from {ranks_text(missing)}")
-        counted = m.num_operations or m.counted
         if m.present.sum() < 2:
             said.append(f"{kind}: undecided, fewer than 2 ranks reported what can be compared")
-        elif counted < MIN_OPERATIONS:
+        elif m.counted and not m.num_operations:
             said.append(
-                f"{kind}: undecided, {counted} operations counted; {MIN_OPERATIONS} are needed"
+                f"{kind}: undecided, counters have no ring of recent operations, enable_counters(ring=...)"
             )
-        elif m.num_operations == 0:
-            said.append(f"{kind}: no ring of recent operations; judged by totals, which is weaker")
+        elif m.num_operations < MIN_OPERATIONS:
+            said.append(
+                f"{kind}: undecided, {m.num_operations} operations counted; {MIN_OPERATIONS} are needed"
+            )
         reported = np.isfinite(m.span)
         common = reported[reported.sum(axis=1) > m.present.sum() / 2]
         partly = np.flatnonzero(m.present & (common.sum(axis=0) < common.shape[0] / 2)).tolist()

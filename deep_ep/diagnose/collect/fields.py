@@ -47,12 +47,12 @@ class Field:
 
     def unknown(self, num_ranks: int) -> Any:
         """The array of a rank in a group of so many that knows nothing, not even stamps."""
-        lengths = {"rows": 1, "num_ranks": num_ranks}
+        lengths = {"rows": 0, "num_ranks": num_ranks}
         return np.full([lengths.get(str(side), side) for side in self.sides], self.missing)
 
 
 # Arrays with the lengths of their sides on one rank, to which the codec holds what other ranks send: `rows`
-# are operations with stamps, or 1 where there are none; a row of means stands there then.
+# are operations with stamps.
 PerOperation = Annotated[FloatArray, ("rows",)]
 Latest = Annotated[FloatArray, ("rows", KEPT_ARRIVALS)]
 LatestSources = Annotated[IntArray, ("rows", KEPT_ARRIVALS), Field(missing=-1)]

@@ -211,7 +211,7 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
                 place,
                 {s.rank: s.kinds[kind] for s in summaries if kind in s.kinds}
                 # Something must say that nothing is known.
-                or {ranks[0]: nothing_counted(sizes[0], ranks[0])},
+                or {ranks[0]: nothing_counted(sizes[0])},
             ),
             spoilt={s.rank: s.spoilt[kind] for s in summaries if kind in s.spoilt},
         )
@@ -290,67 +290,52 @@ def _place(summaries: Sequence[Summary], num_ranks: int) -> Place:
 
 
 def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) -> Matrices:
-    # Means of ranks without stamps do not mix with medians of the others.
-    with_stamps = {rank: s for rank, s in by_rank.items() if s.ops.size}
-    used = with_stamps or by_rank
-    ops = np.unique(np.concatenate([s.ops for s in used.values()]))
-    ranks, counted = np.array(list(used)), np.array(list(by_rank))
-    # Where the operations of each rank go, one after the other; means are one row.
-    rows = [
-        np.searchsorted(ops, s.ops) if ops.size else np.zeros(1, np.int64) for s in used.values()
-    ]
-    row, column = np.concatenate(rows), np.repeat(ranks, [r.size for r in rows])
+    summaries, reported = list(by_rank.values()), np.array(list(by_rank))
+    ops = np.unique(np.concatenate([s.ops for s in summaries]))
+    # Where the operations of each rank go, one after the other.
+    row = np.concatenate([np.searchsorted(ops, s.ops) for s in summaries])
+    column = np.repeat(reported, [s.ops.size for s in summaries])
+    relayed = _is_relayed(kind, place)
 
-    def per_operation(values: Sequence[Any], fill: float) -> Any:
-        """[operations, num_ranks, ...] of [rows, ...] from each rank that is used."""
-        joined = np.concatenate(values)
-        series = np.full((max(ops.size, 1), place.num_ranks, *joined.shape[1:]), fill, joined.dtype)
-        series[row, column] = joined
-        return series
-
-    def per_rank(reported: IntArray, values: Sequence[Any], fill: float) -> Any:
+    def per_rank(values: Sequence[Any], fill: float) -> Any:
         """[num_ranks, ...] of [...] from each that reported."""
         stacked = np.array(values)
-        if reported.size == place.num_ranks:
-            return stacked
         everyone = np.full((place.num_ranks, *stacked.shape[1:]), fill, stacked.dtype)
         everyone[reported] = stacked
         return everyone
 
     def group_of(number: Field) -> Any:
-        values = [getattr(s, number.name) for s in used.values()]
+        values = [getattr(s, number.name) for s in summaries]
         if number.is_per_operation:
-            return per_operation(values, number.missing)
-        stacked = per_rank(ranks, values, number.missing)
+            joined = np.concatenate(values)
+            shape = (ops.size, place.num_ranks, *joined.shape[1:])
+            series = np.full(shape, number.missing, joined.dtype)
+            series[row, column] = joined
+            return series
+        stacked = per_rank(values, number.missing)
+        if not number.is_per_source:
+            return stacked
         # Receivers stand beside their sources, behind what there are three of.
-        return np.moveaxis(stacked, 0, -2) if number.is_per_source else stacked
-
-    relayed = _is_relayed(kind, place)
-
-    def of_this_hop(number: Field, values: Any) -> Any:
-        """Path times of rows that a gateway has passed on are its own hop's."""
-        if not relayed.any() or not (number.is_per_source and number.name.startswith("path")):
-            return values
-        return np.where(relayed, number.missing, values).astype(values.dtype)
+        beside = np.moveaxis(stacked, 0, -2)
+        # Path times of rows that a gateway has passed on are its own hop's.
+        is_of_path = number.name.startswith("path")
+        return np.where(relayed, number.missing, beside) if is_of_path else beside
 
     def by_name(counters: Sequence[Mapping[str, Any]]) -> dict[str, FloatArray]:
-        return {
-            name: per_rank(counted, [of_rank[name] for of_rank in counters], np.nan)
-            for name in counters[0]
-        }
+        return {name: per_rank([each[name] for each in counters], np.nan) for name in counters[0]}
 
-    own = by_name([s.own for s in by_rank.values()])
+    own = by_name([s.own for s in summaries])
     return Matrices(
         operation=kind,
         place=place,
-        present=np.isin(np.arange(place.num_ranks), counted),
+        present=np.isin(np.arange(place.num_ranks), reported),
         counted=int(np.nanmax(own["ops"])),
         ops=ops,
-        stamps_arrivals=all(s.stamps_arrivals for s in used.values()),
-        totals=by_name([s.totals for s in by_rank.values()]),
+        stamps_arrivals=all(s.stamps_arrivals for s in summaries),
+        totals=by_name([s.totals for s in summaries]),
         own=own,
-        timeline=next((s.timeline for s in used.values() if s.timeline is not None), None),
-        **{number.name: of_this_hop(number, group_of(number)) for number in FIELDS},
+        timeline=next((s.timeline for s in summaries if s.timeline is not None), None),
+        **{number.name: group_of(number) for number in FIELDS},
     )
 
 

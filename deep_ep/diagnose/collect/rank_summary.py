@@ -28,7 +28,7 @@ _ANCHORS = 8
 TIMELINE_OPERATIONS = 24
 # Counters per source that the group needs, besides what the stamps tell.
 _TOTALS = ("ops", "tokens", "bytes", "wait_ns")
-_PARTS = ("late_ns", "issue_ns", "path_ns", "critical_ns")
+_PARTS = ("late_ns", "issue_ns", "path_ns")
 _OWN = ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns")
 # Operations with so many times the tokens are of another batch size, which hot experts do not make; so few tokens
 # make none. Paths are compared in the largest size that so large a share of the operations has.
@@ -62,18 +62,17 @@ class KindSummary(Numbers):
 
     totals: Annotated[Mapping[str, PerSource], _TOTALS]
     own: Annotated[Mapping[str, float], _OWN]
-    ops: Annotated[IntArray, ("numbered",)]
+    ops: Annotated[IntArray, ("rows",)]
     stamps_arrivals: bool
     timeline: Optional[Timeline]  # noqa: UP045 - read at run time, by Python 3.9 as well
 
 
 def _require_possible(s: KindSummary, sides: codec.Sides) -> KindSummary:
     """Of what another rank says, besides the lengths of sides."""
-    rows, latest = max(s.ops.size, 1), sides["num_ranks"] - 1
+    latest = sides["num_ranks"] - 1
     # All at once: there are as many summaries as ranks.
     numbers = np.concatenate([getattr(s, name).ravel() for name in _FINITE])
     wrong = {
-        f"has series of {s.gap.shape[0]} operations; expected {rows}": s.gap.shape[0] != rows,
         f"has ranks that came last beyond -1 and {latest}": s.last.min(initial=0) < -1
         or s.last.max(initial=0) > latest,
         f"has sums of its own that are no numbers up to {_LARGEST:.0e}": not all(
@@ -127,23 +126,18 @@ def summarize(snapshot: Snapshot) -> Summary:
         snapshot.host,
         snapshot.device_index,
         snapshot.node,
-        {
-            kind: _summarize_kind(kind, believed, snapshot.rank, snapshot.device)
-            for kind in believed
-        },
+        {kind: _summarize_kind(kind, believed, snapshot.rank) for kind in believed},
         {kind: why for kind, (_, why) in checked.items() if why},
     )
 
 
-def nothing_counted(num_ranks: int, rank: int) -> KindSummary:
+def nothing_counted(num_ranks: int) -> KindSummary:
     """Of a kind of which nothing can be used."""
     totals = dict.fromkeys((*_TOTALS, *_PARTS), np.zeros(num_ranks))
-    return _from_totals(totals, dict.fromkeys(_OWN, 0.0), rank)
+    return _without_stamps(totals, dict.fromkeys(_OWN, 0.0))
 
 
-def _summarize_kind(
-    kind: str, kinds: Mapping[str, CounterSnapshot], rank: int, device: str
-) -> KindSummary:
+def _summarize_kind(kind: str, kinds: Mapping[str, CounterSnapshot], rank: int) -> KindSummary:
     counters = kinds[kind]
     totals = {name: row.astype(np.float64) for name, row in zip(counters.fields, counters.totals)}
     own = {
@@ -151,7 +145,7 @@ def _summarize_kind(
     }
     used = counters.operations()
     if not used.shape[0]:
-        return _from_totals(totals, own, rank)
+        return _without_stamps(totals, own)
 
     of_source, own_stamps = columns(counters, used)
     begin = own_stamps["wait_begin"]
@@ -167,7 +161,9 @@ def _summarize_kind(
     clock = _clock_errors(of_source.get("clock_error"), took_part)
     leaves = since(own_stamps["exit"], begin)
     ready = stamps.ready(arrival, np.zeros(begin.shape))
-    was_seen = _was_seen(of_source.get("seen"), arrival, device)
+    # Others were there at the first look.
+    was_seen = (of_source["seen"] != 0) & np.isfinite(arrival)
+    sent = since(own_stamps["sent"], begin)
     received = np.nansum(tokens, axis=1)
     compared = _of_one_batch_size(received)
     lateness = issued - median(issued, 1)[:, None]
@@ -182,13 +178,12 @@ def _summarize_kind(
     own_ns = OwnTimes(
         gap=gap,
         span=-entered[:, rank],
-        held=_held(own_stamps.get("sent"), begin),
+        held=-sent,
         drain=leaves - ready,
         duration=duration,
         meets=np.full(begin.shape, kind in NORMAL_KINDS and kind != NOTIFY),
     )
     if kind in NORMAL_KINDS:
-        sent = since(own_stamps.get("sent", np.zeros_like(begin)), begin)
         own_ns = own_times(kind, kinds, own_stamps["op"], begin, sent, ready, leaves, own_ns)
     # Where all begin together, nobody is seen to issue later than who entered last.
     came_later = entered - median(entered, 1)[:, None]
@@ -198,6 +193,8 @@ def _summarize_kind(
     start = np.maximum(entered, 0.0)
     on_the_way = np.where(arrival > start, arrival - start, 0.0)
     on_the_way[:, rank] = 0.0
+    # Standard deviation of what a timer's step leaves open.
+    rounding = float(np.median(own_stamps["timer_step"])) / math.sqrt(12.0)
     # The operation that all ranks tell of; the latest where there are too few.
     common = np.flatnonzero(own_stamps["op"] % _ANCHORS == 0)
     anchor = int(common[-1]) if common.size else -1
@@ -219,9 +216,9 @@ def _summarize_kind(
         late=median(lateness, 0),
         late_error=standard_error(lateness, 0),
         send=median((issued - entered)[compared], 0),
-        credit=_credit(totals),
+        credit=totals["credit_ns"] / np.maximum(totals["ops"], 1.0),
         path=paths.median,
-        path_error=np.hypot(paths.error, _rounding(own_stamps.get("timer_step"))),
+        path_error=np.hypot(paths.error, rounding),
         path_count=paths.seen,
         path_bound=paths.bound,
         path_burst=paths.burst,
@@ -254,70 +251,19 @@ def _timeline(
     )
 
 
-def _from_totals(
-    totals: Mapping[str, FloatArray], own: Mapping[str, float], rank: int
-) -> KindSummary:
-    """Means instead of medians, and no errors: what a ring of 0 operations leaves."""
-    num_ranks = totals["ops"].size
+def _without_stamps(totals: Mapping[str, FloatArray], own: Mapping[str, float]) -> KindSummary:
+    """What sums alone show, of counters without a ring: the parts of the waiting. Nothing is concluded from it."""
     ops = np.where(totals["ops"] > 0, totals["ops"], np.nan)
-    per_op = {name: values / ops for name, values in totals.items()}
-    path = per_op["path_ns"].copy()
-    path[rank] = np.nan
-    own_ops = own["ops"] if own["ops"] > 0 else float("nan")
-
-    def one(value: float) -> FloatArray:
-        return np.array([value / own_ops])
-
     nothing_known = KindSummary(
         totals={name: totals[name] for name in _TOTALS},
         own=own,
         ops=np.zeros(0, np.int64),
         stamps_arrivals=True,
         timeline=None,
-        **{row.name: row.unknown(num_ranks) for row in FIELDS},
+        **{row.name: row.unknown(ops.size) for row in FIELDS},
     )
-    return replace(
-        nothing_known,
-        gap=one(own["gap_ns"]),
-        span=one(own["send_ns"]),
-        drain=one(own["drain_ns"]),
-        wait=one(own["wait_ns"]),
-        duration=one(own["send_ns"] + own["wait_ns"] + own["drain_ns"]),
-        received=one(float(totals["tokens"].sum())),
-        wait_parts=np.stack([per_op[name] for name in ("late_ns", "issue_ns", "path_ns")]),
-        late=per_op["late_ns"] + per_op["issue_ns"],
-        late_error=0.0 * ops,
-        credit=_credit(totals),
-        path=path,
-        path_error=0.0 * path,
-        path_count=np.where(np.isfinite(path), ops, 0.0),
-        tokens=per_op["tokens"],
-        blame=np.nan_to_num(per_op["critical_ns"]),
-    )
-
-
-def _credit(totals: Mapping[str, FloatArray]) -> FloatArray:
-    """`[num_ranks]` ns per operation; counters of older versions do not tell."""
-    blocked = totals.get("credit_ns", 0.0 * totals["ops"])
-    return blocked / np.maximum(totals["ops"], 1.0)
-
-
-def _held(sent: IntArray | None, begin: IntArray) -> FloatArray:
-    """`[n]` ns from handing over the last row to the begin of waiting; NaN where rings do not tell."""
-    return np.full(begin.shape, np.nan) if sent is None else -since(sent, begin)
-
-
-def _was_seen(flags: IntArray | None, arrival: FloatArray, device: str) -> BoolArray:
-    """`[n, num_ranks]`, whether a word was seen to arrive; else it was there at the first look.
-
-    Rings without the flag tell it by the time. Only the CPU's rank clock knows of arrivals before the
-    begin of waiting; it knows all of them then.
-    """
-    if flags is not None:
-        return np.asarray((flags != 0) & np.isfinite(arrival))
-    if device == "cpu" and np.any(arrival < 0):
-        return np.isfinite(arrival)
-    return np.asarray(arrival > 0)
+    parts = np.stack([totals[name] / ops for name in _PARTS])
+    return replace(nothing_known, wait_parts=parts)
 
 
 def _of_one_batch_size(received: FloatArray) -> BoolArray:
@@ -369,11 +315,6 @@ def _clock_errors(errors: IntArray | None, took_part: BoolArray) -> FloatArray:
     if errors is None:
         return np.full(took_part.shape[1], np.nan)
     return median(np.where(took_part, errors, np.nan), 0)
-
-
-def _rounding(steps: IntArray | None) -> float:
-    """Standard deviation of what a timer's step leaves open, ns."""
-    return 0.0 if steps is None else float(np.median(steps)) / math.sqrt(12.0)
 
 
 def _trimmed_parts(entered: FloatArray, issued: FloatArray, arrival: FloatArray) -> FloatArray:

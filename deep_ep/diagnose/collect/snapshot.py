@@ -18,21 +18,15 @@ from ..core.package import PARTS, CounterSnapshot, EPArgumentError, codec, count
 if TYPE_CHECKING:
     from ..core.package import RecvCounters
 
-# What must be counted; counters may have more.
+# What is read; counters may have more.
 NEEDED_FIELDS = {
     "fields": (
-        "ops",
-        "tokens",
-        "bytes",
-        "wait_ns",
-        "late_ns",
-        "issue_ns",
-        "path_ns",
-        "critical_ns",
+        *("ops", "tokens", "bytes", "wait_ns", "late_ns", "issue_ns", "path_ns", "critical_ns"),
+        "credit_ns",
     ),
     "own_fields": ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns"),
-    "ring_source_fields": ("entered", "issued", "arrival", "tokens"),
-    "ring_own_fields": ("op", "wait_begin", "exit", "previous_exit"),
+    "ring_source_fields": ("entered", "issued", "arrival", "tokens", "seen"),
+    "ring_own_fields": ("op", "wait_begin", "exit", "previous_exit", "sent", "timer_step"),
 }
 
 
@@ -40,7 +34,11 @@ def _require_fields(counters: CounterSnapshot, _: codec.Sides) -> CounterSnapsho
     for names, needed in NEEDED_FIELDS.items():
         missing = [name for name in needed if name not in getattr(counters, names)]
         if missing:
-            raise codec.CodecError(f"lacks {', '.join(missing)}", names)
+            raise codec.CodecError(
+                f"lacks {', '.join(missing)}",
+                names,
+                advice="Judge it with the version of deep_ep that counted.",
+            )
     return counters
 
 

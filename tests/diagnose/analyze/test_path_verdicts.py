@@ -14,6 +14,7 @@ from deep_ep.diagnose.analyze.judged_paths import judge_paths
 from deep_ep.diagnose.analyze.path_groups import NIC, NVLINK
 from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.diagnose.core.causes import Cause
+from deep_ep.observe.counter_snapshot import CounterSnapshot
 from deep_ep.testing.faults import HotRank, SlowPath, SlowRank
 from generator import simulate, simulate_windows
 from generator.faults import (
@@ -51,20 +52,14 @@ def windows(
 
 
 def without_clock_errors(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """As rings were that did not tell what was seen to come, nor how far clocks are off."""
+    """As rings were that did not tell how far clocks are off."""
+
+    def without(c: CounterSnapshot) -> CounterSnapshot:
+        names = tuple("unused" if name == "clock_error" else name for name in c.ring_source_fields)
+        return replace(c, ring_source_fields=names)
+
     return [
-        replace(
-            s,
-            operations={
-                kind: replace(
-                    counters,
-                    ring=counters.ring[:, :, :4],
-                    ring_source_fields=counters.ring_source_fields[:4],
-                    ring_own_fields=counters.ring_own_fields[:4],
-                )
-                for kind, counters in s.operations.items()
-            },
-        )
+        replace(s, operations={kind: without(c) for kind, c in s.operations.items()})
         for s in snapshots
     ]
 

@@ -352,11 +352,13 @@ def test_operations_that_are_not_those_of_the_others_are_said() -> None:
     assert any("rank 2 reported other operations" in remark for remark in found.remarks)
 
 
-def test_without_a_ring_the_totals_still_name_a_slow_rank() -> None:
+def test_without_a_ring_waiting_is_shown_and_nobody_named() -> None:
     snapshots = simulate(CPU, 8, NUM_ROUNDS, [SlowRank(3, 5e-3)], seed=9, capacity=0)
     found = diagnose.judge(diagnose.gather(snapshots))
-    assert found.keys == {("comp-slow", 3)}
-    assert all("judged by totals" in remark for remark in found.remarks)
+    assert found.verdicts == []
+    assert all("undecided, counters have no ring" in remark for remark in found.remarks)
+    wait = found.measured["dispatch"].wait_us
+    assert (wait[np.arange(8) != 3, 3] > 4000).all()
 
 
 def test_few_operations_are_undecided() -> None:

@@ -71,7 +71,7 @@ SPOILT: dict[str, Callable[[Summary, KindSummary], Any]] = {
     "rank is 4; expected an integer of at least 0 and below 4": lambda s, _: replace(s, rank=4),
     "device_index is -1": lambda s, _: replace(s, device_index=-1),
     "kinds.dispatch.gap is": lambda _, k: replace(k, gap=k.gap[:, None]),
-    "kinds.dispatch has series of 10 operations; expected 3": lambda _, k: replace(
+    "kinds.dispatch.ops is [3]; expected int64 of shape [10]": lambda _, k: replace(
         k, ops=k.ops[:3]
     ),
     "kinds.dispatch has ranks that came last beyond -1 and 3": lambda _, k: replace(
