@@ -82,24 +82,8 @@ def window(machine: Machine, injected: Sequence[GeneratorFault], num_ranks: int 
     return next(simulate_windows(machine, num_ranks, 20, [injected], seed=3))
 
 
-def rings(snapshots: Sequence[Snapshot], kind: str) -> np.ndarray:
-    """[n, receiver, source or own, columns]."""
-    return np.stack([s.operations[kind].operations() for s in snapshots], axis=1)
-
-
 machines = st.builds(
-    lambda base, jitter, ranks_per_node, stamp_rule, timer_step_ns, hook_us, skew: replace(
-        base,
-        jitter=jitter,
-        ranks_per_node=ranks_per_node,
-        stamp_rule=stamp_rule,
-        timer_step_ns=timer_step_ns,
-        hook_us=hook_us,
-        skew=skew,
-        clock_error=1.0,
-        host_clock_error=1.0,
-        drift_ppm=10.0,
-    ),
+    replace,
     st.sampled_from(
         [
             CPU,
@@ -109,12 +93,15 @@ machines = st.builds(
             replace(CLUSTER, layers=3, moving_hot_share=2.0, rank_noise=5.0, congestion=30.0),
         ]
     ),
-    st.sampled_from([0.0, 3.0, 10.0]),
-    st.sampled_from([None, 1, 2, 3]),
-    st.sampled_from(StampRule),
-    st.sampled_from([1, 32, 1000]),
-    st.sampled_from([0.0, 100.0]),
-    st.sampled_from([0.0, 0.3]),
+    jitter=st.sampled_from([0.0, 3.0, 10.0]),
+    ranks_per_node=st.sampled_from([None, 1, 2, 3]),
+    stamp_rule=st.sampled_from(StampRule),
+    timer_step_ns=st.sampled_from([1, 32, 1000]),
+    hook_us=st.sampled_from([0.0, 100.0]),
+    skew=st.sampled_from([0.0, 0.3]),
+    clock_error=st.just(1.0),
+    host_clock_error=st.just(1.0),
+    drift_ppm=st.just(10.0),
 )
 FAULTS: list[GeneratorFault] = [
     SlowRank(0, 50e-6),
@@ -227,13 +214,16 @@ def test_a_window_does_not_depend_on_its_batch(
     windows = list(simulate_windows(machine, 4, 5, injected, seed=20))
     assert [w.seed for w in windows] == [20, 21, 22, 23]
     for w, members in zip(windows, injected):
-        alone = simulate(machine, 4, 5, members, seed=w.seed)
-        for kind in ("dispatch", "combine"):
-            np.testing.assert_array_equal(rings(w.snapshots, kind), rings(alone, kind))
-            for ours, theirs in zip(w.snapshots, alone):
-                one, other = ours.operations[kind], theirs.operations[kind]
-                np.testing.assert_array_equal(one.totals, other.totals)
-                np.testing.assert_array_equal(one.own, other.own)
+        require_equal(w.snapshots, simulate(machine, 4, 5, members, seed=w.seed))
+
+
+def require_equal(some: Sequence[Snapshot], others: Sequence[Snapshot]) -> None:
+    for ours, theirs in zip(some, others):
+        for kind, one in ours.operations.items():
+            other = theirs.operations[kind]
+            np.testing.assert_array_equal(one.operations(), other.operations())
+            np.testing.assert_array_equal(one.totals, other.totals)
+            np.testing.assert_array_equal(one.own, other.own)
 
 
 NOISY = replace(
@@ -259,18 +249,7 @@ def test_a_shorter_run_is_the_beginning_of_a_longer_one(machine: Machine) -> Non
         next(simulate_windows(machine, 8, rounds, [injected], seed=11, capacity=240))
         for rounds in (60, 120)
     )
-    for ours, theirs in zip(short.snapshots, long.first(120).snapshots):
-        for kind in ("dispatch", "combine"):
-            one, other = ours.operations[kind], theirs.operations[kind]
-            np.testing.assert_array_equal(one.operations(), other.operations())
-            np.testing.assert_array_equal(one.totals, other.totals)
-
-
-def both_kinds(machine: Machine, injected: Sequence[GeneratorFault]) -> tuple[Window, FloatArray]:
-    """A long window of two nodes, and [operations, receiver, source or own, columns] of both kinds in turn."""
-    (w,) = simulate_windows(machine, 8, 500, [injected], seed=4, capacity=1000)
-    kinds = [rings(w.snapshots, kind) for kind in ("dispatch", "combine")]
-    return w, np.stack(kinds, axis=1).reshape(1000, 8, 9, -1)
+    require_equal(short.snapshots, long.first(120).snapshots)
 
 
 def test_a_rank_that_is_hardly_ever_late_need_not_be_named() -> None:
@@ -348,7 +327,12 @@ class Differs(NamedTuple):
 
 def measures(machine: Machine) -> dict[str, FloatArray]:
     """[operations, ...] of a run of 500 rounds; times in us."""
-    _, both = both_kinds(machine, [])
+    snapshots = simulate(machine, 8, 500, seed=4, capacity=1000)
+    kinds = [
+        np.stack([s.operations[kind].operations() for s in snapshots], axis=1)
+        for kind in ("dispatch", "combine")
+    ]
+    both = np.stack(kinds, axis=1).reshape(1000, 8, 9, -1)
     sources, own = both[:, :, :-1], both[:, :, -1]
     entered = sources[:, RANK, RANK, ENTERED]
     return {
@@ -366,7 +350,6 @@ def measures(machine: Machine) -> dict[str, FloatArray]:
     ("changes", "expected"),
     [
         ({"rank_noise": 4.0}, {"gap": Differs(RANK, 3.2, memory=0.9)}),
-        ({"rank_noise": 4.0, "noise_memory": 2.0}, {"gap": Differs(RANK, 3.2, memory=0.6)}),
         ({"node_noise": 4.0}, {"gap": Differs(NODE, 3.2, memory=0.9)}),
         ({"tick": 20.0}, {"gap": Differs(RANK, 20.0, 0.06, memory=-0.1)}),
         ({"layers": 4}, {"gap": Differs(ALL, 30.0, rel=0.9)}),
@@ -388,10 +371,6 @@ def measures(machine: Machine) -> dict[str, FloatArray]:
         (
             {"drift_ppm": 10.0, "clock_age_s": 600.0},
             dict.fromkeys(("offset", "path"), Differs(PAIRS, 6800.0)),
-        ),
-        (
-            {"host_drift_ppm": 10.0, "clock_age_s": 600.0},
-            dict.fromkeys(("offset", "path"), Differs(HOSTS, 6800.0, rel=0.9)),
         ),
         # Within a run of 0.2 s.
         ({"drift_ppm": 10.0}, dict.fromkeys(("offset", "path"), Differs(PAIRS, 1.0))),

@@ -131,12 +131,10 @@ LATE = {(COMP_SLOW, 5)}
 # The truth, or nobody where waiting does not tell; never anybody else.
 CASES: dict[str, tuple[Any, set[tuple[str, Any]]]] = {
     "F1": ([[10, 10_000_000], [0, 10]], set()),
-    "F1b": (late(3, 2, wait=1e7), set()),
     "F2": (
         [[10, 10, 10_000, 10_000], [10, 10, 10_000, 10_000], [0, 0, 10, 10], [0, 0, 10, 10]],
         set(),
     ),
-    "F3": (late(4, 3, wait=100), set()),
     "F4": (late(8, 5, 6, 7, wait=1e4, own_row=0.0), {(COMP_SLOW, r) for r in (5, 6, 7)}),
     "F5 1.5x": (late(8, 5, wait=15), LATE),
     "F5 4x": (late(8, 5, wait=40), LATE),
@@ -146,9 +144,8 @@ CASES: dict[str, tuple[Any, set[tuple[str, Any]]]] = {
     "F8": (changed(even(8), 3, 130), set()),
     "F8 early": (changed(changed(even(8), np.s_[:, 3], 0), 3, 130), {(MIXED_SLOW, 3)}),
     "F9": (late(8, 3, wait=130), {(COMP_SLOW, 3)}),
-    "F12": ([[0, 2, 0, 1], [1, 0, 40, 0], [0, 1, 0, 2], [2, 0, 1, 0]], set()),
-    "F13 EP8": (changed(even(8), (2, 1), 300), set()),
     "F13 EP64": (changed(even(64), (2, 1), 10_000), set()),
+    "half": (late(8, 4, 5, 6, 7, wait=1e6, own_row=0.0), set()),
     "F14": (late(8, 1, 4, wait=4e5), {(COMP_SLOW, 1), (COMP_SLOW, 4)}),
 }
 
@@ -312,14 +309,15 @@ def test_who_is_late_at_times_has_no_slow_link() -> None:
     assert all(keys <= {(COMP_SLOW, 3)} for keys in named)
 
 
-@pytest.mark.parametrize("lacks", ["hosts", "operations"])
+@pytest.mark.parametrize("known", [{"operations": OPERATIONS}, {"hosts": ["a"] * 8}])
 def test_without_what_tells_them_apart_a_late_rank_is_named_and_the_other_cause_said(
-    lacks: str,
+    known: dict[str, Any],
 ) -> None:
-    known: dict[str, Any] = {"hosts": ["a"] * 8, "operations": OPERATIONS}
-    del known[lacks]
-    windows = generated(CLUSTER, 8, SlowRank(3, 50e-6), 1)
-    verdict, *_ = judge_waits(windows, **known).verdicts
+    require_likelier(judge_waits(generated(CLUSTER, 8, SlowRank(3, 50e-6), 1), **known))
+
+
+def require_likelier(found: Diagnosis) -> None:
+    verdict, *_ = found.verdicts
     assert verdict.key == (COMP_SLOW, 3)
     assert "A slow way out of it may look the same" in verdict.next_step
 
@@ -330,10 +328,8 @@ def test_what_looks_the_same_is_undecided_or_the_likelier_is_named() -> None:
     known: dict[str, Any] = {"hosts": ["a"] * 8, "operations": OPERATIONS}
     found = judge_waits(windows, **known)
     assert not found.verdicts
-    assert any("a slow way out: rank 3" in remark for remark in found.remarks)
-    verdict, *_ = judge_waits(windows, **known, name_likelier=True).verdicts
-    assert verdict.key == (COMP_SLOW, 3)
-    assert "A slow way out of it may look the same" in verdict.next_step
+    assert "a slow way out: rank 3" in undecided(found)
+    require_likelier(judge_waits(windows, **known, name_likelier=True))
 
 
 def test_fences_hide_nothing_between_nodes() -> None:
@@ -382,10 +378,6 @@ def test_one_matrix_is_one_window() -> None:
     assert one == "one rank: nothing to compare"
 
 
-def test_half_of_the_ranks_late_is_undecided_or_nobody() -> None:
-    assert judge_waits(again(late(8, 4, 5, 6, 7, wait=1e6, own_row=0.0))).keys == set()
-
-
 def test_a_slow_link_needs_hosts() -> None:
     windows = generated(CLUSTER, 8, SlowEgress(6, 50e-6), 1)
     diagnosis = judge_waits(windows, operations=OPERATIONS)
@@ -402,7 +394,7 @@ def test_what_does_not_last_is_undecided() -> None:
 
 def test_what_is_too_small_is_undecided() -> None:
     small = again(late(8, 5, wait=18e3))
-    assert "is too little; 40 us are needed" in undecided(judge_waits(small, delta_ns=40e3))
+    assert "exceeds 40 us in 0 of 8 windows" in undecided(judge_waits(small, delta_ns=40e3))
     assert judge_waits(small, delta_ns=30e3).keys == LATE
     assert judge_waits(small).keys == LATE
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -14,144 +14,96 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 import fixtures
 from deep_ep.base import codec
-from deep_ep.base.text import printable
 from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import (
     Bandwidth,
     Diagnosis,
     Measured,
-    Outlier,
     Timeline,
     Verdict,
 )
 from deep_ep.diagnose.storage import counter_archive, diagnosis_log, record_layout
 from deep_ep.diagnose.storage.diagnosis_log import read
+from deep_ep.diagnose.storage.log_follower import Follower
 from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import MATRICES, Means, Record
 from deep_ep.diagnose.storage.record_layout import SCHEMA, to_line
 from deep_ep.errors import EPArgumentError
 from fixtures import comparable
 
-microseconds = st.floats(-1e9, 1e9).map(lambda us: round(us, 3) + 0.0)
-maybe_microseconds = microseconds | st.just(math.nan)
-shares = st.floats(0, 1).map(lambda part: round(part, 6))
-counts = st.integers(0, 2**40)
-words = st.text(max_size=12).map(printable)
-operations = st.sampled_from(["dispatch", "combine", "gateway dispatch"])
+# Of all kinds of verdict, with outliers, notes and nodes; and one without what is not always there.
+FULL = replace(
+    fixtures.diagnosis(8, fixtures.ALL_KINDS, per_host=4),
+    remarks=["a note", ""],
+    events=[fixtures.HICCUP],
+    nodes=(0, 0, 0, 0, 1, 1, 1, 1),
+)
+BARE = replace(
+    fixtures.diagnosis(3, (), missing=(2,), stamped=False), source="waits", device="", events=[]
+)
+LINE = to_line(Record(FULL, 12.5, 7, "ep"), with_matrices=True)
 
 
-@st.composite
-def verdicts(draw: st.DrawFn, num_ranks: int) -> Verdict:
-    rank = st.integers(0, num_ranks - 1)
-    pair = st.tuples(rank, rank)
-    subjects = {"rank": rank, "edge": pair, "nodes": pair, "rail": st.integers(0, 7), "node": rank}
-    named = draw(st.sampled_from([*subjects, None]))
-    subject = {"rank": None, "edge": None}
-    if named is not None:
-        subject[named] = draw(subjects[named])
-    return Verdict(
-        kind=draw(st.sampled_from([COMP_SLOW, COMM_SLOW, MIXED_SLOW])),
-        cause=draw(words),
-        operation=draw(operations),
-        effect_us=draw(maybe_microseconds),
-        share=draw(shares),
-        seen_in=draw(shares),
-        evidence=draw(st.dictionaries(words, maybe_microseconds, max_size=3)),
-        next_step=draw(words),
-        where=draw(words),
-        interval_us=draw(st.tuples(maybe_microseconds, maybe_microseconds)),
-        saving_us=draw(maybe_microseconds),
-        alone_us=draw(maybe_microseconds),
-        duration_us=draw(maybe_microseconds),
-        certainty=draw(shares),
-        **subject,
-    )
+def require_like(found: Any, expected: Any) -> None:
+    """The same types and values, but for what rounding to nanoseconds makes of numbers in arrays."""
+    assert type(found) is type(expected)
+    if isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, atol=6e-4)
+    elif isinstance(expected, (dict, Measured, Bandwidth, Timeline, Diagnosis)):
+        one, other = (v if isinstance(v, dict) else vars(v) for v in (found, expected))
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            require_like(one[name], value)
+    else:
+        assert comparable(found) == comparable(expected)
 
 
-@st.composite
-def measurements(draw: st.DrawFn, num_ranks: int, operation: str) -> Measured:
-    def array(*shape: int) -> Any:
-        return draw(
-            arrays.arrays(np.float64, shape, elements=maybe_microseconds, fill=st.nothing())
-        )
-
-    def timeline(count: int) -> Timeline:
-        return Timeline(
-            observer=draw(st.integers(0, num_ranks - 1)),
-            ops=np.arange(count) + draw(counts),
-            begin_us=array(count),
-            entered_us=array(count, num_ranks),
-            arrival_us=array(count, num_ranks),
-            last=np.array(
-                [draw(st.integers(0, num_ranks - 1)) for _ in range(count)], dtype=np.int64
-            ),
-        )
-
-    pairs, ranks = (num_ranks, num_ranks), (num_ranks,)
-    return Measured(
-        operation=operation,
-        num_operations=draw(counts),
-        first_operation=draw(counts),
-        last_operation=draw(counts),
-        duration_us=draw(maybe_microseconds),
-        **{name: array(*pairs) for name in MATRICES},
-        **{name: array(*ranks) for name in ("gap_us", "send_us", "drain_us", "own_wait_us")},
-        bandwidth=draw(st.booleans()) and Bandwidth(array(*pairs), *(array(*ranks),) * 3) or None,
-        timeline=timeline(draw(st.integers(0, 3))) if draw(st.booleans()) else None,
-    )
+@pytest.mark.parametrize("diagnosis", [FULL, BARE])
+def test_what_is_written_is_read(diagnosis: Diagnosis) -> None:
+    line = to_line(Record(diagnosis, 12.5, 7, "ep"), with_matrices=True)
+    assert "\n" not in line
+    record = diagnosis_log.parse_line(line.encode(), "file:1")
+    assert (record.time_s, record.window, record.group) == (12.5, 7, "ep")
+    require_like(record.diagnosis, diagnosis)
 
 
-@st.composite
-def diagnoses(draw: st.DrawFn) -> Diagnosis:
-    num_ranks = draw(st.integers(1, 4))
-    kinds = draw(st.lists(operations, unique=True, max_size=2))
-    outliers = st.builds(
-        Outlier, operations, counts, st.integers(0, num_ranks - 1), maybe_microseconds
-    )
-    return Diagnosis(
-        measured={kind: draw(measurements(num_ranks, kind)) for kind in kinds},
-        verdicts=draw(st.lists(verdicts(num_ranks), max_size=2)),
-        remarks=draw(st.lists(words, max_size=2)),
-        events=draw(st.lists(outliers, max_size=2)),
-        hosts=tuple(draw(st.lists(words, min_size=num_ranks, max_size=num_ranks))),
-        devices=tuple(draw(st.integers(-1, 7)) for _ in range(num_ranks)),
-        nodes=draw(st.sampled_from([(), (0,) * num_ranks, tuple(range(-1, num_ranks - 1))])),
-        device=draw(st.sampled_from(["cpu", "cuda", ""])),
-        savings_us=draw(st.dictionaries(operations, maybe_microseconds, max_size=2)),
-        source=draw(st.sampled_from(["stamps", "waits"])),
-    )
+def fractions_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to them."""
+    if not isinstance(value, (dict, list)):
+        return [path] * isinstance(value, float)
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    return [place for key, item in inner for place in fractions_in(item, (*path, key))]
+
+
+FRACTIONS = [path for path in fractions_in(json.loads(LINE)) if path != ("time",)]
+numbers = st.none() | st.floats(-1e9, 1e9).map(lambda number: round(number, 3) + 0.0)
 
 
 @settings(max_examples=60, deadline=None)
-@given(diagnosis=diagnoses(), time_s=st.floats(0, 4e9).map(lambda s: round(s, 3)), window=counts)
-def test_what_is_written_is_read(diagnosis: Diagnosis, time_s: float, window: int) -> None:
-    line = to_line(Record(diagnosis, time_s, window, "ep"), with_matrices=True)
-    assert "\n" not in line
-    record = diagnosis_log.parse_line(line.encode(), "file:1")
-    assert record is not None
-    assert comparable(record.diagnosis) == comparable(diagnosis)
-    assert (record.time_s, record.window, record.group) == (time_s, window, "ep")
-    assert to_line(record, with_matrices=True) == line
+@given(st.lists(st.tuples(st.sampled_from(FRACTIONS), numbers), max_size=20))
+def test_what_is_read_is_written_again(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
+    value = json.loads(LINE)
+    for (*path, last), number in changes:
+        functools.reduce(lambda at, key: at[key], path, value)[last] = number
+    line = json.dumps(value)
+    assert to_line(diagnosis_log.parse_line(line.encode(), "file:1"), with_matrices=True) == line
 
 
-@settings(max_examples=20, deadline=None)
-@given(diagnosis=diagnoses())
+@pytest.mark.parametrize("diagnosis", [FULL, BARE])
 def test_without_matrices_the_rest_and_the_means_are_there(diagnosis: Diagnosis) -> None:
     record = Record(diagnosis, 0.0, 1, "ep")
     back = diagnosis_log.parse_line(to_line(record, with_matrices=False).encode(), "file:1")
-    assert back is not None
     assert comparable(back.diagnosis.verdicts) == comparable(diagnosis.verdicts)
     for kind, measured in diagnosis.measured.items():
         stored = back.diagnosis.measured[kind]
         assert np.isnan(stored.wait_us).all()
         assert stored.wait_us.shape == measured.wait_us.shape
         assert stored.timeline is None
-        assert comparable(stored.own_wait_us) == comparable(measured.own_wait_us)
+        require_like(stored.own_wait_us, measured.own_wait_us)
         for name in MATRICES:
             for side in ("waiting", "waited_for"):
                 np.testing.assert_allclose(
@@ -287,6 +239,16 @@ def changed(**values: Any) -> str:
         ),
         (changed(block_of=[0, 2]), r"block_of\[1\] is 2; expected an integer of .* below 2"),
         (changed(block_of=[1, 1]), r"block_of is \[1, 1\]; expected every block from 0 on"),
+        # Asks for too much.
+        (changed(num_ranks=10**9), "num_ranks is 1000000000; expected .* below 2049"),
+        (changed(measured=json.loads(GOOD)["measured"] * 5), "expected a list of at most 8"),
+        (GOOD.replace('"window": 1', '"window": ' + "[" * 500 + "]" * 500), "window is"),
+        (changed(window=10**400), "window is 1000"),
+        (GOOD.replace('"window": 1', '"window": 1e999'), "window is Infinity"),
+        (GOOD.replace("2430.0", "1e300"), "duration_us is 1e.300; expected .* up to 1e.20"),
+        (changed(time=1e12), "time is 1000000000000.0; expected seconds"),
+        (changed(time=-1e300), "time is -1e"),
+        (changed(measured__0__timeline__observer=4), "observer is 4"),
     ],
 )
 def test_what_is_no_record_is_refused_with_file_and_line(
@@ -296,6 +258,9 @@ def test_what_is_no_record_is_refused_with_file_and_line(
     with pytest.raises(EPArgumentError, match=re.escape(f"{file}:2: ")) as caught:
         read(file)
     assert re.search(said, str(caught.value)), str(caught.value)
+    log = fixtures.caught_up(Follower(file))
+    assert len(log) == 2
+    assert log.remarks == (str(caught.value),)
 
 
 def test_empty_files_and_folders_are_refused(tmp_path: Path) -> None:

@@ -50,24 +50,6 @@ def write(file: Path, lines: list[str], end: str = "\n") -> Path:
     return file
 
 
-def test_the_published_matrix_names_its_late_rank(tmp_path: Path) -> None:
-    """A matrix of the shape of the published 16-rank log: two nodes, the way back slower, rank 4 late."""
-    rng = np.random.default_rng(0)
-    wait = rng.uniform(4e7, 2e8, (16, 16))
-    wait[:8, 8:] = rng.uniform(4e8, 1.3e9, (8, 8))
-    wait[8:, :8] = rng.uniform(1.2e9, 2.5e9, (8, 8))
-    wait[:, 4] += 7.3e9
-    wait[4] = rng.uniform(3e7, 6e8, 16)
-    rows = [f"[2025-09-15T16:28:53.687] rank={r} {wait[r].astype(int).tolist()}" for r in range(16)]
-    log = read_any(write(tmp_path / "wait.log", rows))
-    assert len(log) == 1
-    assert log[0].diagnosis.source == "waits"
-    assert log[0].diagnosis.keys == set()
-    assert any(r.startswith("undecided: one window;") for r in log[0].diagnosis.remarks)
-    log = read_any(write(tmp_path / "wait.log", rows * 5))
-    assert [record.diagnosis.keys for record in log] == [set()] * 4 + [{("comp-slow", 4)}]
-
-
 def test_windows_follow_each_other_in_one_file(tmp_path: Path) -> None:
     log = read_any(
         write(tmp_path / "any.txt", [text for w in range(6) for text in matrix_log(window=w)])
