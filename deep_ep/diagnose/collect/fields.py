@@ -99,6 +99,9 @@ class Numbers:
         anchor: number of the operation that `anchor_entered` tells of.
         anchor_entered: ns, when each source entered that operation, on this rank's clock; 0 where it is not known.
         tokens: median per operation.
+        heard: operations in which anything of this source came, of all that are counted.
+        mean_tokens: per operation of these.
+        mean_bytes: likewise.
         blame: ns, waiting per operation in which this source came last.
         active: ns per operation in which this source's data was on its way and this rank waited.
         busy: ns, the union over all sources of what `active` is, per operation.
@@ -129,6 +132,9 @@ class Numbers:
     anchor: Annotated[IntArray, (), Field(missing=-1)]
     anchor_entered: Annotated[IntArray, ("num_ranks",), Field(missing=0)]
     tokens: PerSource
+    heard: ZeroIfMissing
+    mean_tokens: PerSource
+    mean_bytes: PerSource
     blame: ZeroIfMissing
     active: PerSource
     busy: PerRank

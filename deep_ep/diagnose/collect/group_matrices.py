@@ -68,10 +68,8 @@ class Matrices(Numbers):
         operation: kind.
         place: where the ranks are.
         present: [num_ranks] bool, who reported.
-        counted: operations counted, the most of any rank.
         ops: [n] int64, numbers of the operations with raw stamps; empty: only totals were there.
         stamps_arrivals: whether all ranks know true arrivals.
-        totals, own: counters by name, [num_ranks, num_ranks] and [num_ranks].
         timeline: of the first rank that has one.
         spoilt: per rank whose counters contradict themselves, how.
         noticed: numbers of the operations that began with notices, which are a hop of their own.
@@ -80,11 +78,8 @@ class Matrices(Numbers):
     operation: str
     place: Place
     present: BoolArray
-    counted: int
     ops: IntArray
     stamps_arrivals: bool
-    totals: Mapping[str, FloatArray]
-    own: Mapping[str, FloatArray]
     timeline: Timeline | None
     spoilt: Mapping[int, str] = field(default_factory=dict)
     noticed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -99,6 +94,11 @@ class Matrices(Numbers):
         """Operations with raw stamps."""
         return int(self.ops.size)
 
+    @property
+    def counted(self) -> int:
+        """Operations counted, the most of any source."""
+        return int(self.heard.max(initial=0))
+
     @functools.cached_property
     def expected(self) -> BoolArray:
         """[num_ranks, num_ranks]: the paths between two ranks over which anything came in this hop."""
@@ -109,25 +109,16 @@ class Matrices(Numbers):
     @property
     def has_sources(self) -> BoolArray:
         """[num_ranks, num_ranks]: whose rows came to whom, whichever way."""
-        return np.asarray(self.totals["ops"] > 0)
+        return np.asarray(self.heard > 0)
 
     @property
     def is_relayed(self) -> BoolArray:
         """[num_ranks, num_ranks]: rows that came by way of a gateway, which has a hop of its own."""
         return _is_relayed(self.operation, self.place)
 
-    @functools.cached_property
-    def mean_tokens(self) -> FloatArray:
-        """[receiver, source]: tokens per operation; NaN where none was counted."""
-        return self._per_operation("tokens")
-
-    def _per_operation(self, name: str) -> FloatArray:
-        return self.totals[name] / np.where(self.has_sources, self.totals["ops"], np.nan)
-
     def measured(self) -> Measured:
         """What people look at."""
         late, issue, path = self.wait_parts / 1e3
-        num_bytes = self._per_operation("bytes")
         return Measured(
             operation=self.operation,
             num_operations=self.num_operations or self.counted,
@@ -139,12 +130,12 @@ class Matrices(Numbers):
             issue_us=issue,
             path_us=path,
             tokens=self.mean_tokens,
-            bytes=num_bytes,
+            bytes=self.mean_bytes,
             gap_us=median(self.gap, 0) / 1e3,
             send_us=self._handing_over_ns() / 1e3,
             drain_us=median(self.drain, 0) / 1e3,
             own_wait_us=median(self.wait, 0) / 1e3,
-            bandwidth=self._bandwidth(num_bytes) if self.num_operations else None,
+            bandwidth=self._bandwidth() if self.num_operations else None,
             timeline=self.timeline,
         )
 
@@ -160,9 +151,9 @@ class Matrices(Numbers):
         fresh = median(self.span[np.isin(self.ops, self.noticed)], 0)
         return np.where(np.isfinite(fresh), fresh, self.send_ns())
 
-    def _bandwidth(self, num_bytes: FloatArray) -> Bandwidth:
+    def _bandwidth(self) -> Bandwidth:
         # Bytes per nanosecond are GB/s.
-        sent = np.nan_to_num(num_bytes)
+        sent = np.nan_to_num(self.mean_bytes)
         np.fill_diagonal(sent, 0.0)
         into = sent.sum(axis=1)
         slowest = np.fmax.reduce(self.active, axis=0, initial=np.nan)
@@ -297,13 +288,6 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
     column = np.repeat(reported, [s.ops.size for s in summaries])
     relayed = _is_relayed(kind, place)
 
-    def per_rank(values: Sequence[Any], fill: float) -> Any:
-        """[num_ranks, ...] of [...] from each that reported."""
-        stacked = np.array(values)
-        everyone = np.full((place.num_ranks, *stacked.shape[1:]), fill, stacked.dtype)
-        everyone[reported] = stacked
-        return everyone
-
     def group_of(number: Field) -> Any:
         values = [getattr(s, number.name) for s in summaries]
         if number.is_per_operation:
@@ -312,7 +296,9 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
             series = np.full(shape, number.missing, joined.dtype)
             series[row, column] = joined
             return series
-        stacked = per_rank(values, number.missing)
+        shape = (place.num_ranks, *values[0].shape)
+        stacked = np.full(shape, number.missing, values[0].dtype)
+        stacked[reported] = values
         if not number.is_per_source:
             return stacked
         # Receivers stand beside their sources, behind what there are three of.
@@ -321,19 +307,12 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
         is_of_path = number.name.startswith("path")
         return np.where(relayed, number.missing, beside) if is_of_path else beside
 
-    def by_name(counters: Sequence[Mapping[str, Any]]) -> dict[str, FloatArray]:
-        return {name: per_rank([each[name] for each in counters], np.nan) for name in counters[0]}
-
-    own = by_name([s.own for s in summaries])
     return Matrices(
         operation=kind,
         place=place,
         present=np.isin(np.arange(place.num_ranks), reported),
-        counted=int(np.nanmax(own["ops"])),
         ops=ops,
         stamps_arrivals=all(s.stamps_arrivals for s in summaries),
-        totals=by_name([s.totals for s in summaries]),
-        own=own,
         timeline=next((s.timeline for s in summaries if s.timeline is not None), None),
         **{number.name: group_of(number) for number in FIELDS},
     )

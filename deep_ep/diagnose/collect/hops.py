@@ -15,13 +15,14 @@ path within the node on which the gateway's own rows are slow as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.package import CounterSnapshot
+from .snapshot import columns
 
 NOTIFY = "notify"
 GATEWAY_DISPATCH, GATEWAY_COMBINE = GATEWAY_HOPS = ("gateway dispatch", "gateway combine")
@@ -80,13 +81,13 @@ def own_times(
     if kind not in LAST_HOPS:
         return alone
     gap, span, duration = alone.gap, alone.span, alone.duration
-    noticed = since(_stamps(hops.get(NOTIFY), ops, _own_exit), begin)
+    noticed = since(_latest(hops.get(NOTIFY), ops, "exit"), begin)
     is_fresh = np.isfinite(noticed) & (kind == NORMAL_DISPATCH)
     gap = np.where(is_fresh, -noticed, gap)
     span = np.where(is_fresh, np.fmax(sent, 0.0), span)
     duration = np.where(is_fresh, leaves - noticed, duration)
     relayed = hops.get(GATEWAY_HOPS[LAST_HOPS.index(kind)])
-    done = np.fmax(np.fmax(ready, sent), since(_stamps(relayed, ops, _last_arrival), begin))
+    done = np.fmax(np.fmax(ready, sent), since(_latest(relayed, ops, "arrival"), begin))
     return OwnTimes(gap, span, unknown, leaves - done, duration, ~is_fresh)
 
 
@@ -95,24 +96,12 @@ def since(stamps: IntArray, begin: IntArray) -> FloatArray:
     return np.where(stamps != 0, (stamps - begin).astype(np.float64), np.nan)
 
 
-def _stamps(
-    counters: CounterSnapshot | None,
-    ops: IntArray,
-    stamp_of: Callable[[CounterSnapshot, IntArray], IntArray],
-) -> IntArray:
-    """`[n]` int64, what `stamp_of` finds in the rows of the ring; 0 for operations that it does not hold."""
+def _latest(counters: CounterSnapshot | None, ops: IntArray, name: str) -> IntArray:
+    """`[n]` int64, the latest stamp of that name in each operation; 0 where the ring holds none."""
     used = None if counters is None else counters.operations()
     if counters is None or used is None or not used.shape[0]:
         return np.zeros(ops.shape, np.int64)
-    held = used[:, -1, counters.ring_own_fields.index("op")]
-    at = np.minimum(np.searchsorted(held, ops), held.size - 1)
-    return np.where(held[at] == ops, stamp_of(counters, used[at]), 0)
-
-
-def _own_exit(counters: CounterSnapshot, rows: IntArray) -> IntArray:
-    return np.asarray(rows[:, -1, counters.ring_own_fields.index("exit")])
-
-
-def _last_arrival(counters: CounterSnapshot, rows: IntArray) -> IntArray:
-    arrival = rows[:, :-1, counters.ring_source_fields.index("arrival")]
-    return np.asarray(arrival.max(axis=1, initial=0))
+    sources, own = columns(counters, used)
+    stamps = own[name] if name in own else sources[name].max(axis=1, initial=0)
+    at = np.minimum(np.searchsorted(own["op"], ops), stamps.size - 1)
+    return np.where(own["op"][at] == ops, stamps[at], 0)

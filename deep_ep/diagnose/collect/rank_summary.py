@@ -16,20 +16,16 @@ import numpy as np
 from ..core.diagnosis import BoolArray, FloatArray, IntArray, Rank, Timeline
 from ..core.package import CounterSnapshot, codec, stamps
 from ..core.robust_stats import median, median_of, quantile, standard_error
-from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
+from .fields import FIELDS, KEPT_ARRIVALS, Numbers
 from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times, since
 from .path_times import MIN_SEEN, path_times
-from .snapshot import NumRanks, Snapshot
-from .snapshot_checks import columns, require_snapshot, without_contradictions
+from .snapshot import NumRanks, Snapshot, columns
+from .snapshot_checks import require_snapshot, without_contradictions
 
 # The latest operation of which all ranks tell is one that this divides, so that it is the same one.
 _ANCHORS = 8
 # Operations that the timeline shows.
 TIMELINE_OPERATIONS = 24
-# Counters per source that the group needs, besides what the stamps tell.
-_TOTALS = ("ops", "tokens", "bytes", "wait_ns")
-_PARTS = ("late_ns", "issue_ns", "path_ns")
-_OWN = ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns")
 # Operations with so many times the tokens are of another batch size, which hot experts do not make; so few tokens
 # make none. Paths are compared in the largest size that so large a share of the operations has.
 _OTHER_BATCH = 12.0
@@ -53,15 +49,11 @@ class KindSummary(Numbers):
     """One operation kind as one rank saw it.
 
     Attributes:
-        totals, own: counters by name, `[num_ranks]` and scalars; of the totals ops, tokens, bytes
-            and wait_ns.
         ops: [n] operation numbers in the ring; empty without a ring.
         stamps_arrivals: whether the true arrival of every word was stamped, however late the rank looked.
         timeline: the latest operations, of rank 0 only.
     """
 
-    totals: Annotated[Mapping[str, PerSource], _TOTALS]
-    own: Annotated[Mapping[str, float], _OWN]
     ops: Annotated[IntArray, ("rows",)]
     stamps_arrivals: bool
     timeline: Optional[Timeline]  # noqa: UP045 - read at run time, by Python 3.9 as well
@@ -75,9 +67,6 @@ def _require_possible(s: KindSummary, sides: codec.Sides) -> KindSummary:
     wrong = {
         f"has ranks that came last beyond -1 and {latest}": s.last.min(initial=0) < -1
         or s.last.max(initial=0) > latest,
-        f"has sums of its own that are no numbers up to {_LARGEST:.0e}": not all(
-            abs(value) <= _LARGEST for value in s.own.values()
-        ),
         f"has numbers of operations beyond 0 and {_LARGEST:.0e}": s.ops.min(initial=0) < 0
         or s.ops.max(initial=0) > _LARGEST,
         "is infinite where it must be a number or NaN": np.isinf(numbers).any(),
@@ -133,19 +122,28 @@ def summarize(snapshot: Snapshot) -> Summary:
 
 def nothing_counted(num_ranks: int) -> KindSummary:
     """Of a kind of which nothing can be used."""
-    totals = dict.fromkeys((*_TOTALS, *_PARTS), np.zeros(num_ranks))
-    return _without_stamps(totals, dict.fromkeys(_OWN, 0.0))
+    unknown = {row.name: row.unknown(num_ranks) for row in FIELDS}
+    return KindSummary(ops=np.zeros(0, np.int64), stamps_arrivals=True, timeline=None, **unknown)
 
 
 def _summarize_kind(kind: str, kinds: Mapping[str, CounterSnapshot], rank: int) -> KindSummary:
     counters = kinds[kind]
-    totals = {name: row.astype(np.float64) for name, row in zip(counters.fields, counters.totals)}
-    own = {
-        name: float(value) for name, value in zip(counters.own_fields, counters.own) if name in _OWN
+    heard = counters["ops"].astype(np.float64)
+    per_op = {
+        name: row / np.where(heard > 0, heard, np.nan)
+        for name, row in zip(counters.fields, counters.totals)
+    }
+    sums = {
+        "heard": heard,
+        "mean_tokens": per_op["tokens"],
+        "mean_bytes": per_op["bytes"],
+        "credit": np.nan_to_num(per_op["credit_ns"]),
     }
     used = counters.operations()
     if not used.shape[0]:
-        return _without_stamps(totals, own)
+        # Nothing is concluded from sums, but they show who was waited for.
+        parts = np.stack([per_op[name] for name in ("late_ns", "issue_ns", "path_ns")])
+        return replace(nothing_counted(heard.size), wait_parts=parts, **sums)
 
     of_source, own_stamps = columns(counters, used)
     begin = own_stamps["wait_begin"]
@@ -199,8 +197,6 @@ def _summarize_kind(kind: str, kinds: Mapping[str, CounterSnapshot], rank: int) 
     common = np.flatnonzero(own_stamps["op"] % _ANCHORS == 0)
     anchor = int(common[-1]) if common.size else -1
     return KindSummary(
-        totals={name: totals[name] for name in _TOTALS},
-        own=own,
         ops=own_stamps["op"].copy(),
         gap=own_ns.gap,
         span=own_ns.span,
@@ -216,7 +212,6 @@ def _summarize_kind(kind: str, kinds: Mapping[str, CounterSnapshot], rank: int) 
         late=median(lateness, 0),
         late_error=standard_error(lateness, 0),
         send=median((issued - entered)[compared], 0),
-        credit=totals["credit_ns"] / np.maximum(totals["ops"], 1.0),
         path=paths.median,
         path_error=np.hypot(paths.error, rounding),
         path_count=paths.seen,
@@ -227,6 +222,7 @@ def _summarize_kind(kind: str, kinds: Mapping[str, CounterSnapshot], rank: int) 
         anchor=np.asarray(own_stamps["op"][anchor]),
         anchor_entered=of_source["entered"][anchor].copy(),
         tokens=median(tokens, 0),
+        **sums,
         blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
         active=np.mean(on_the_way, axis=0),
         busy=np.asarray(_union(start, arrival, rank)),
@@ -249,21 +245,6 @@ def _timeline(
         arrival_us=arrival[last] / 1e3,
         last=np.argmax(came, axis=1).astype(np.int64),
     )
-
-
-def _without_stamps(totals: Mapping[str, FloatArray], own: Mapping[str, float]) -> KindSummary:
-    """What sums alone show, of counters without a ring: the parts of the waiting. Nothing is concluded from it."""
-    ops = np.where(totals["ops"] > 0, totals["ops"], np.nan)
-    nothing_known = KindSummary(
-        totals={name: totals[name] for name in _TOTALS},
-        own=own,
-        ops=np.zeros(0, np.int64),
-        stamps_arrivals=True,
-        timeline=None,
-        **{row.name: row.unknown(ops.size) for row in FIELDS},
-    )
-    parts = np.stack([totals[name] / ops for name in _PARTS])
-    return replace(nothing_known, wait_parts=parts)
 
 
 def _of_one_batch_size(received: FloatArray) -> BoolArray:

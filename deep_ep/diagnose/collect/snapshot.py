@@ -127,6 +127,14 @@ class Snapshot:
         )
 
 
+def columns(
+    counters: CounterSnapshot, rows: IntArray
+) -> tuple[dict[str, IntArray], dict[str, IntArray]]:
+    """Of rows of its ring by name: `[n, num_ranks]` of the sources, and `[n]` of the rank itself."""
+    sources = {name: rows[:, :-1, i] for i, name in enumerate(counters.ring_source_fields)}
+    return sources, {name: rows[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
+
+
 @dataclass(frozen=True)
 class Observed:
     """The counters of one rank's buffer, and who it is; usable after the buffer is gone.

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.diagnosis import BoolArray, IntArray
 from ..core.package import CounterSnapshot, EPArgumentError, EPTypeError, codec
-from .snapshot import NEEDED_FIELDS, Snapshot
+from .snapshot import NEEDED_FIELDS, Snapshot, columns
 
 # Nothing that happened in one operation is further apart than an hour.
 _LONGEST_NS = 3_600 * 10**9
@@ -52,14 +52,6 @@ def require_snapshot(where: str, given: Any) -> None:
             f"{where}: of the snapshot of rank {given.rank} of {given.num_ranks}, {error}. Pass what "
             "diagnose.snapshot(buffer) of this version returns, of every rank of one group."
         ) from None
-
-
-def columns(
-    counters: CounterSnapshot, rows: IntArray
-) -> tuple[dict[str, IntArray], dict[str, IntArray]]:
-    """Of rows of its ring by name: `[n, num_ranks]` of the sources, and `[n]` of the rank itself."""
-    sources = {name: rows[:, :-1, i] for i, name in enumerate(counters.ring_source_fields)}
-    return sources, {name: rows[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
 
 
 def contradictions(counters: CounterSnapshot, rank: int) -> tuple[BoolArray, str]:

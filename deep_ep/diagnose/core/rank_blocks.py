@@ -47,24 +47,24 @@ class Blocks:
         diagonal = np.flatnonzero(~alone)
         values[diagonal, diagonal] = np.nan
         known = np.isfinite(values)
-        total = self._sum(np.where(known, values, 0.0))
-        count = self._sum(known.astype(np.float64))
+        total, count = np.zeros((2, self.count, self.count))
+        np.add.at(total, self._cells, np.where(known, values, 0.0))
+        np.add.at(count, self._cells, known)
         return np.asarray(np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0))
 
     def largest(self, matrix: FloatArray) -> FloatArray:
         """[num_ranks, num_ranks] to [count, count]; NaN only where a whole block is unknown."""
         largest = np.full((self.count, self.count), np.nan)
-        np.fmax.at(largest, (self.of_rank[:, None], self.of_rank[None, :]), matrix)
+        np.fmax.at(largest, self._cells, matrix)
         return largest
 
     def spread_out(self, cells: FloatArray) -> FloatArray:
         """[count, count] to [num_ranks, num_ranks]: every rank gets the value of its block."""
         return cells[np.ix_(self.of_rank, self.of_rank)]
 
-    def _sum(self, matrix: FloatArray) -> FloatArray:
-        cell = self.of_rank[:, None] * self.count + self.of_rank[None, :]
-        total = np.bincount(cell.ravel(), matrix.ravel(), minlength=self.count**2)
-        return np.asarray(total, np.float64).reshape(self.count, self.count)
+    @property
+    def _cells(self) -> tuple[IntArray, IntArray]:
+        return self.of_rank[:, None], self.of_rank[None, :]
 
 
 def single(num_ranks: int) -> Blocks:

@@ -77,7 +77,6 @@ SPOILT: dict[str, Callable[[Summary, KindSummary], Any]] = {
     "kinds.dispatch has ranks that came last beyond -1 and 3": lambda _, k: replace(
         k, last=k.last + 4
     ),
-    "kinds.dispatch has sums of its own": lambda _, k: replace(k, own=dict.fromkeys(k.own, np.nan)),
     "kinds.dispatch has numbers of operations": lambda _, k: replace(k, ops=k.ops - 99),
     **{
         f"kinds.dispatch is infinite where it must be a number or NaN#{row.name}": (

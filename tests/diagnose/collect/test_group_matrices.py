@@ -18,11 +18,13 @@ from generator.machines import CLUSTER, CPU, NORMAL_OF_ONE_NODE
 
 
 def test_rows_wait_and_columns_are_waited_for() -> None:
-    snapshots = simulate(CPU, 4, 10, seed=1)
-    dispatch = diagnose.gather(snapshots)["dispatch"]
-    wait = dispatch.totals["wait_ns"]
+    """With fewer than ten operations nothing is trimmed, so means and sums agree."""
+    snapshots = simulate(CPU, 4, 9, seed=1)
+    measured = diagnose.gather(snapshots)["dispatch"].measured()
     for s in snapshots:
-        np.testing.assert_array_equal(wait[s.rank], s.operations["dispatch"]["wait_ns"])
+        counters = s.operations["dispatch"]
+        np.testing.assert_allclose(measured.wait_us[s.rank] * 9e3, counters["wait_ns"])
+        np.testing.assert_allclose(measured.bytes[s.rank] * 9, counters["bytes"])
 
 
 def test_operations_are_aligned_by_number_not_by_slot() -> None:
@@ -40,7 +42,7 @@ def test_operations_are_aligned_by_number_not_by_slot() -> None:
 
 def test_a_missing_rank_is_nan_and_not_zero() -> None:
     dispatch = diagnose.gather(simulate(CPU, 4, 10, seed=4)[:3])["dispatch"]
-    assert np.isnan(dispatch.totals["wait_ns"][3]).all()
+    assert np.isnan(dispatch.mean_tokens[3]).all()
     wait_us = dispatch.measured().wait_us
     assert np.isnan(wait_us[3]).all()
     assert np.isfinite(wait_us[:3]).all()
@@ -114,7 +116,7 @@ def test_a_window_holds_later_operations_only() -> None:
     long, short = simulate(CPU, 4, 20, seed=9), simulate(CPU, 4, 12, seed=9)
     window = diagnose.gather([now.since(then) for now, then in zip(long, short)])["combine"]
     assert window.ops.tolist() == [2 * i for i in range(13, 21)]
-    assert (window.totals["ops"] == 8).all()
+    assert (window.heard == 8).all()
 
 
 def test_a_window_of_another_rank_is_refused() -> None:
