@@ -67,8 +67,9 @@ def _require_possible(s: KindSummary, sides: codec.Sides) -> KindSummary:
     wrong = {
         f"has ranks that came last beyond -1 and {latest}": s.last.min(initial=0) < -1
         or s.last.max(initial=0) > latest,
-        f"has numbers of operations beyond 0 and {_LARGEST:.0e}": s.ops.min(initial=0) < 0
-        or s.ops.max(initial=0) > _LARGEST,
+        f"has operations beyond 0 and {_LARGEST:.0e}": not all(
+            ((counts >= 0) & (counts <= _LARGEST)).all() for counts in (s.ops, s.heard)
+        ),
         "is infinite where it must be a number or NaN": np.isinf(numbers).any(),
     }
     for what, is_wrong in wrong.items():

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, Optional, TypeVar
+from typing import Annotated, Any, Literal, Optional
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from ..core.package import codec
 from ..core.rank_blocks import Blocks
 from . import foreign
 from .record import MATRICES, Means, Record
-
-T = TypeVar("T")
 
 SCHEMA = "deep_ep.diagnose/1"
 FILE_PATTERN = "diagnose-*.jsonl"
@@ -181,7 +179,7 @@ def _to_store(m: Measured, means: Means, of: Blocks | None) -> StoredMeasured:
         means=means,
         bandwidth=None
         if rates is None
-        else _bandwidth(StoredBandwidth, rates, condensed(rates.edge)),
+        else StoredBandwidth(**{**vars(rates), "edge": condensed(rates.edge)}),
         matrices=None if of is None else matrices,
         timeline=None if of is None else m.timeline,
     )
@@ -189,10 +187,6 @@ def _to_store(m: Measured, means: Means, of: Blocks | None) -> StoredMeasured:
 
 def _of_ranks(m: MeasuredOfRanks) -> dict[str, Any]:
     return {field.name: getattr(m, field.name) for field in fields(MeasuredOfRanks)}
-
-
-def _bandwidth(cls: Callable[..., T], rates: Bandwidth | StoredBandwidth, edge: Any) -> T:
-    return cls(**{**vars(rates), "edge": edge})
 
 
 def _measured(stored: StoredMeasured, of: Blocks) -> Measured:
@@ -208,7 +202,9 @@ def _measured(stored: StoredMeasured, of: Blocks) -> Measured:
     return Measured(
         **_of_ranks(stored),
         **matrices,
-        bandwidth=None if rates is None else _bandwidth(Bandwidth, rates, spread_out(rates.edge)),
+        bandwidth=None
+        if rates is None
+        else Bandwidth(**{**vars(rates), "edge": spread_out(rates.edge)}),
         timeline=stored.timeline,
     )
 

@@ -77,13 +77,14 @@ SPOILT: dict[str, Callable[[Summary, KindSummary], Any]] = {
     "kinds.dispatch has ranks that came last beyond -1 and 3": lambda _, k: replace(
         k, last=k.last + 4
     ),
-    "kinds.dispatch has numbers of operations": lambda _, k: replace(k, ops=k.ops - 99),
+    "kinds.dispatch has operations beyond 0 and": lambda _, k: replace(k, ops=k.ops - 99),
+    "kinds.dispatch has operations beyond 0": lambda _, k: replace(k, heard=k.heard * np.nan),
     **{
         f"kinds.dispatch is infinite where it must be a number or NaN#{row.name}": (
             lambda _, k, name=row.name: replace(k, **{name: getattr(k, name) + np.inf})
         )
         for row in FIELDS
-        if isinstance(row.missing, float) and not row.may_be_infinite
+        if isinstance(row.missing, float) and not row.may_be_infinite and row.name != "heard"
     },
 }
 
