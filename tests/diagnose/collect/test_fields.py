@@ -79,13 +79,7 @@ SPOILT: dict[str, Callable[[Summary, KindSummary], Any]] = {
     ),
     "kinds.dispatch has operations beyond 0 and": lambda _, k: replace(k, ops=k.ops - 99),
     "kinds.dispatch has operations beyond 0": lambda _, k: replace(k, heard=k.heard * np.nan),
-    **{
-        f"kinds.dispatch is infinite where it must be a number or NaN#{row.name}": (
-            lambda _, k, name=row.name: replace(k, **{name: getattr(k, name) + np.inf})
-        )
-        for row in FIELDS
-        if isinstance(row.missing, float) and not row.may_be_infinite and row.name != "heard"
-    },
+    "kinds.dispatch is infinite where": lambda _, k: replace(k, gap=k.gap + np.inf),
 }
 
 
@@ -98,5 +92,5 @@ def test_what_no_rank_can_have_seen_is_refused_where_it_is_read(
     spoilt = SPOILT[said](whole, whole.kinds["dispatch"])
     if isinstance(spoilt, KindSummary):
         spoilt = replace(whole, kinds={"dispatch": spoilt})
-    with pytest.raises(codec.CodecError, match=re.escape(said.partition("#")[0])):
+    with pytest.raises(codec.CodecError, match=re.escape(said)):
         codec.decode(Summary, codec.encode(spoilt))

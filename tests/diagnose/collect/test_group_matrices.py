@@ -10,7 +10,6 @@ import pytest
 
 from deep_ep import EPArgumentError, diagnose
 from deep_ep.diagnose.collect.group_matrices import gather_group
-from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.group import thread_groups
 from deep_ep.testing.faults import SlowRank
 from generator import simulate
@@ -94,14 +93,6 @@ def test_one_hiccup_does_not_paint_a_column() -> None:
         ring[np.flatnonzero(ring[:, -1, 0])[0], 2, :3] += 10**9
     shaken = diagnose.gather(snapshots)["dispatch"].measured().wait_us
     assert np.abs(shaken - calm).max() < 300
-
-
-def test_summaries_and_snapshots_gather_alike() -> None:
-    snapshots = simulate(CPU, 4, 10, seed=10)
-    whole = diagnose.gather(snapshots)["combine"]
-    mixed = diagnose.gather([summarize(snapshots[0]), *snapshots[1:]])["combine"]
-    np.testing.assert_array_equal(whole.path, mixed.path)
-    np.testing.assert_array_equal(whole.last_arrival, mixed.last_arrival)
 
 
 def test_ranks_of_one_host_and_node_share_a_node() -> None:
