@@ -98,8 +98,15 @@ def _read_counters(files: Sequence[Path]) -> Log:
             remarks.append(printable(f"left out: {error}"))
     if not snapshots:
         raise EPArgumentError(f"{files[0].parent}: no file can be read; {remarks[0]}")
+    # Without a ring there is no number, and nothing to roll back.
+    ended_by_all = min(filter(None, map(latest_operation, snapshots)), default=0)
     try:
-        remarks = _put_at_same_operation(snapshots) + remarks
+        snapshots = [
+            s.until(ended_by_all) if ended_by_all and s.operation else s for s in snapshots
+        ]
+    except EPArgumentError as error:
+        remarks.insert(0, f"rows of the ranks cover different operations: {error}")
+    try:
         diagnosis = judge(gather(snapshots))
     except EPArgumentError as error:
         raise EPArgumentError(f"{files[0].parent}: {error}") from None
@@ -110,22 +117,6 @@ def _read_counters(files: Sequence[Path]) -> Log:
         group=printable(files[0].resolve().parent.name),
     )
     return Log((record,), tuple(remarks))
-
-
-def _put_at_same_operation(snapshots: list[Snapshot]) -> list[str]:
-    """Rolls every snapshot back, in place, to the operation that all have ended."""
-    # Without a ring there is no number, and nothing to roll back.
-    numbered = [number for number in map(latest_operation, snapshots) if number]
-    if not numbered:
-        return []
-    try:
-        snapshots[:] = [
-            snapshot.until(min(numbered)) if snapshot.operation else snapshot
-            for snapshot in snapshots
-        ]
-    except EPArgumentError as error:
-        return [f"rows of the ranks cover different operations: {error}"]
-    return []
 
 
 class _LoggedRow(NamedTuple):
