@@ -78,10 +78,11 @@ def picture(verdict: HangVerdict) -> Picture:
     ]
     node_of = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
     waits: dict[tuple[int, int], str] = {
-        (node_of[edge.waiter], node_of[rank]): edge.what
+        (node_of[waiter], node_of[rank]): edge.what
         for edge in verdict.edges
+        for waiter in edge.waiters
         for rank in edge.owed
-        if rank in node_of and node_of[edge.waiter] != node_of[rank]
+        if rank in node_of and node_of[waiter] != node_of[rank]
     }
     lost = [
         ((node_of[source], node_of[destination]), "lost")
@@ -95,19 +96,19 @@ def picture(verdict: HangVerdict) -> Picture:
 
 def _alike(verdict: HangVerdict) -> list[list[int]]:
     """Ranks that wait for the same and are accused of the same, or of nothing, together."""
-    waits: dict[int, list[object]] = {}
-    for edge in verdict.edges:
-        owed = edge.what, edge.owed, edge.series, edge.number
-        waits.setdefault(edge.waiter, []).append(owed)
+    waits: dict[int, list[int]] = {}
+    for index, edge in enumerate(verdict.edges):
+        for waiter in edge.waiters:
+            waits.setdefault(waiter, []).append(index)
     accused = {rank: index for index, cause in enumerate(verdict.causes) for rank in cause.ranks}
     ends = {rank: rank for cause in verdict.causes for path in cause.paths for rank in path}
     circles = {
         rank: rank for cause in verdict.causes if cause.kind == "circle" for rank in cause.ranks
     }
-    groups: dict[tuple[object, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(verdict.num_ranks):
         alone = (where.get(rank, -1) for where in (accused, ends, circles))
-        groups.setdefault((*waits.get(rank, ()), *alone), []).append(rank)
+        groups.setdefault((*alone, *waits.get(rank, ())), []).append(rank)
     return list(groups.values())
 
 
