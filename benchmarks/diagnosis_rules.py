@@ -119,8 +119,6 @@ RULES: dict[str, list[Patch]] = {
     "own work: waiting for slots": [(estimates, "_held_up_by_slots", lambda _: 0.0)],
     "own work: noise that lasts": [(own_work, "_MANY", 10**6)],
     "own work: noise beyond stretches": [(own_work, "_together", lambda _: 0.0)],
-    "own work: noise of other kinds": [(own_work.Effect, "lasting", lambda effect: effect)],
-    "own work: ranks that go together": [(own_work, "_series", lambda s: float(s.shape[1]))],
     "own work: noise of nodes": [(own_work, "members", lambda _: np.zeros((1, 1), int))],
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,8 +49,6 @@ class Estimates:
 
     Attributes:
         m: what it was made from.
-        num_operations: operations the numbers rest on.
-        has_stamps: False where only totals were there (means, without errors).
         duration_ns: what a rank spends in the operation, median.
         own_ns: what it spends by itself around one operation, before, while and after sending.
         work: own time before and while sending, up to the begin of waiting, without what tokens explain.
@@ -63,8 +61,6 @@ class Estimates:
     """
 
     m: Matrices
-    num_operations: int
-    has_stamps: bool
     duration_ns: float
     own_ns: float
     work: Effect
@@ -116,7 +112,7 @@ def estimate_kinds(matrices: Mapping[str, Matrices], paths: JudgedPaths) -> list
         matrices: by kind; groups of at least two ranks.
         paths: of the same kinds.
     """
-    estimates = [
+    return [
         _estimate(
             m,
             matrices.get(kind.replace("combine", "dispatch")) if "combine" in kind else None,
@@ -125,9 +121,6 @@ def estimate_kinds(matrices: Mapping[str, Matrices], paths: JudgedPaths) -> list
         )
         for k, (kind, m) in enumerate(matrices.items())
     ]
-    if any(e.work.own.lasts for e in estimates):
-        estimates = [replace(e, work=e.work.lasting()) for e in estimates]
-    return estimates
 
 
 def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:
@@ -148,7 +141,6 @@ def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:
 
 def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: Paths) -> Estimates:
     work = m.gap + m.span
-    has_stamps = m.num_operations > 0
     sent, received = _sent_and_received(m.mean_tokens)
     # A link or a receiver that holds up its sender is no fault of the sender's.
     by_itself = work - held_up
@@ -156,8 +148,6 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
     by_drain = by_tokens(m.drain, received, m.received)
     return Estimates(
         m=m,
-        num_operations=m.num_operations or m.counted,
-        has_stamps=has_stamps,
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
         work=compare(by_itself - by_work.each, m.place.nodes, by_work.error),

@@ -106,9 +106,7 @@ def found_cause(
         interval_us=size.interval_us,
         share=_share(e, cells),
         duration_us=e.duration_ns / 1e3,
-        certainty=float(np.minimum(certainty(size.effect, size.error, size.tests), most_certain))
-        if e.has_stamps
-        else float("nan"),
+        certainty=float(np.minimum(certainty(size.effect, size.error, size.tests), most_certain)),
         seen_in=seen_in,
         evidence=dict(evidence.items()),
         where=_where(named, e.m.place),

@@ -35,10 +35,9 @@ def late_at_times(kinds: Sequence[JudgedKind], hot_ranks: Collection[int]) -> li
     """Ranks that are late in some operations only, and for good in no kind of them.
 
     Args:
-        kinds: of operations; those without raw stamps tell nothing.
+        kinds: of operations.
         hot_ranks: whose tokens explain it.
     """
-    kinds = [kind for kind in kinds if kind.e.has_stamps]
     if not kinds:
         return []
     over = [_over_usual(kind) for kind in kinds]

@@ -35,8 +35,7 @@ class JudgedKind:
     @property
     def floor(self) -> float:
         """The smallest effect worth a verdict, ns."""
-        # Means carry every hiccup and have no error to compare with: ask for twice as much.
-        return self.limits.floor_ns(self.e.duration_ns) * (1.0 if self.e.has_stamps else 2.0)
+        return self.limits.floor_ns(self.e.duration_ns)
 
     @property
     def rank_floor(self) -> float:

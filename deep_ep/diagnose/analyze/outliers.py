@@ -21,8 +21,6 @@ def outliers(e: Estimates, floor_ns: float) -> list[Outlier]:
         floor_ns: smaller ones are of no interest.
     """
     m = e.m
-    if not m.num_operations or m.num_ranks < 2:
-        return []
     work = m.gap + m.span
     deviation = work - median(work, 1)[:, None]
     deviation = deviation - median(deviation, 0)[None, :]

@@ -51,13 +51,11 @@ class Noise(NamedTuple):
         error: [ranks or nodes] ns, standard errors, by the noise of each, but at least the usual one.
         usual: ns, that of a rank or node as noisy as most.
         degrees: of freedom of `usual`.
-        lasts: whether noise lasts several operations.
     """
 
     error: FloatArray
     usual: float
     degrees: float
-    lasts: bool
 
 
 @dataclass(frozen=True)
@@ -99,15 +97,8 @@ class Effect:
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
-        below = compare(-self.excess, self.nodes, lasts=self.own.lasts, expected=self.expected)
+        below = compare(-self.excess, self.nodes, expected=self.expected)
         return replace(below, error=np.hypot(below.error, self.by_tokens), by_tokens=self.by_tokens)
-
-    def lasting(self) -> Effect:
-        """With errors as of noise that lasts, where another kind of operation shows that it does."""
-        if self.own.lasts:
-            return self
-        own, common, error = _noises(self.excess - self.value, self.nodes, lasts=True)
-        return replace(self, own=own, common=common, error=np.hypot(error, self.by_tokens))
 
 
 def compare(
@@ -115,7 +106,6 @@ def compare(
     nodes: IntArray,
     taken_out: FloatArray | None = None,
     *,
-    lasts: bool = False,
     expected: float | None = None,
 ) -> Effect:
     """`[n, num_ranks]` to one effect per rank.
@@ -124,7 +114,6 @@ def compare(
         values: ns of each operation, or one row of means, which have no error.
         nodes: [num_ranks], of each rank; negative where nobody knows.
         taken_out: [num_ranks], signed, what one standard error of what was taken out beforehand makes of them.
-        lasts: whether noise is known to last several operations.
         expected: how far healthy ranks differ for good, ns; `None`: by the level of `values`.
     """
     num_ranks = values.shape[1]
@@ -133,7 +122,7 @@ def compare(
         reference = median(values - np.nan_to_num(effect), 1)
         excess = values - reference[:, None]
         effect = median(excess, 0)
-    own, common, error = _noises(excess - effect, nodes, lasts=lasts)
+    own, common, error = _noises(excess - effect, nodes)
     usual_error = math.hypot(own.usual, common.usual)
     if expected is None:
         expected = _HEALTHY_DIFFERENCE * or_zero(abs(median_of(values)))
@@ -160,30 +149,29 @@ def compare(
     )
 
 
-def _noises(
-    deviation: FloatArray, nodes: IntArray, *, lasts: bool
-) -> tuple[Noise, Noise, FloatArray]:
+def _noises(deviation: FloatArray, nodes: IntArray) -> tuple[Noise, Noise, FloatArray]:
     """Noise of ranks beside their mates, that of nodes, and `[num_ranks]` ns, the standard errors of both together.
 
     Args:
         deviation: [n, num_ranks] ns, what is left.
         nodes: [num_ranks], of each rank.
-        lasts: whether the noise of ranks is known to last several operations.
     """
     inside, num_ranks = members(nodes), nodes.size
     if len(inside) < 2 or inside.shape[1] < 2:
-        own = _noise(deviation, num_ranks - 1, num_ranks, _OF_RANKS, lasts=lasts)
-        return own, Noise(np.zeros(len(inside)), 0.0, 1.0, own.lasts), own.error
+        own = _noise(deviation, num_ranks - 1, num_ranks, _OF_RANKS)
+        return own, Noise(np.zeros(len(inside)), 0.0, 1.0), own.error
     of_nodes = np.where(inside >= 0, deviation[:, inside], np.nan)
     each = median(of_nodes, 2)
     beside = deviation - each[:, nodes]
-    own = _noise(beside, num_ranks - len(inside), inside.shape[1], _OF_RANKS, lasts=lasts)
+    own = _noise(beside, num_ranks - len(inside), inside.shape[1], _OF_RANKS)
     # Of few nodes nobody could tell that it does not last.
     common = _noise(each, len(inside) - 1, len(inside), _OF_NODES, lasts=True)
     return own, common, np.hypot(own.error, common.error[nodes])
 
 
-def _noise(deviation: FloatArray, series: float, peers: int, count: int, *, lasts: bool) -> Noise:
+def _noise(
+    deviation: FloatArray, series: float, peers: int, count: int, *, lasts: bool = False
+) -> Noise:
     """Noise may last several operations. Then stretches differ by more than single operations explain.
 
     Args:
@@ -197,7 +185,6 @@ def _noise(deviation: FloatArray, series: float, peers: int, count: int, *, last
     each = float(len(deviation))
     if len(deviation) >= _MANY:
         stretches = median(deviation[-length * count :].reshape(count, length, -1), 1)
-        series = min(series, _series(stretches))
         of_stretches = np.std(stretches, axis=0, ddof=1) / math.sqrt(count)
         lasts |= or_zero(median_of(of_stretches)) > _LASTS * or_zero(median_of(error))
         if lasts:
@@ -209,7 +196,7 @@ def _noise(deviation: FloatArray, series: float, peers: int, count: int, *, last
     # The reference has an error of its own. Two deviate both by half of their difference.
     error = error * math.sqrt(1.0 + 1.0 / max(min(series, peers - 1) - 1.0, 1 / 3))
     usual = or_zero(median_of(error))
-    return Noise(np.fmax(error, usual), usual, max(series * (each - 1), 1.0), lasts)
+    return Noise(np.fmax(error, usual), usual, max(series * (each - 1), 1.0))
 
 
 def _together(stretches: FloatArray) -> float:
@@ -217,16 +204,6 @@ def _together(stretches: FloatArray) -> float:
     count, left = len(stretches), np.nan_to_num(stretches - stretches.mean(axis=0))
     seen = float(np.sum(left[1:] * left[:-1])) / max(float(np.sum(left**2)), 1e-12)
     return min(max((seen + 1 / count) / (1 - 3 / count), 0.0), _MOST_TOGETHER)
-
-
-def _series(stretches: FloatArray) -> float:
-    """How many series of noise there are, as far as it is not the same."""
-    size = stretches.shape[1]
-    left = np.nan_to_num(stretches - stretches.mean(axis=0))
-    unit = left / np.sqrt(np.maximum((left**2).sum(axis=0), 1e-12))
-    # The sum of squared correlations, without what chance makes of them.
-    squares = float(np.sum((unit @ unit.T) ** 2)) - size**2 / (len(stretches) - 1)
-    return float(max(size**2 / max(squares, size) - 1.0, 1.0))
 
 
 def _apart(effects: FloatArray, noise: float, expected: float) -> float:

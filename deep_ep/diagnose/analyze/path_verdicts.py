@@ -148,7 +148,7 @@ def _own_error(kind: JudgedKind, k: int, cause: PathCause) -> float:
     paths = (cause.group.receivers, cause.group.sources)
     effect, share = float(cause.effect[k]), float(cause.share[k])
     seen = max(or_zero(median_of(kind.e.m.path_count[paths])), 1.0)
-    hidden = max(1.0 - seen / max(kind.e.num_operations, 1), 0.0)
+    hidden = max(1.0 - seen / kind.e.m.num_operations, 0.0)
     unknown = effect * math.sqrt(hidden * (1.0 - share) / (max(share, LEAST_SHARE) * seen))
     return math.hypot(float(cause.error[k]), unknown)
 

@@ -140,7 +140,7 @@ def _certain(
     excess = excess or [effect.excess for effect in effects]
     over = [median(of, 0) > kind.bar(effect) for of, kind, effect in zip(excess, kinds, effects)]
     length = min((len(effect.excess) for effect in effects), default=0)
-    if len(kinds) > 1 and all(kind.e.has_stamps for kind in kinds):
+    if len(kinds) > 1:
         mean = np.mean([of_kind[-length:] for of_kind in excess], axis=0)
         together = compare(mean, effects[0].nodes)
         # What was taken out for tokens is off by as much in every operation.

@@ -58,13 +58,12 @@ class _Seen(NamedTuple):
 
 def late_and_silent(kinds: Sequence[JudgedKind]) -> list[Found]:
     """Ranks that did not report, that most others waited for, and that issued late on their clocks."""
-    usable = [kind for kind in kinds if kind.e.has_stamps]
-    silent = {rank for kind in usable for rank in np.flatnonzero(~kind.e.m.present).tolist()}
+    silent = {rank for kind in kinds for rank in np.flatnonzero(~kind.e.m.present).tolist()}
     found = []
     for rank in sorted(silent):
-        leads = [_lead(kind.e, rank) for kind in usable]
+        leads = [_lead(kind.e, rank) for kind in kinds]
         # Kinds follow each other, and the last one comes before the first.
-        seen = [_seen(kind, rank, leads[i - 1]) for i, kind in enumerate(usable)]
+        seen = [_seen(kind, rank, leads[i - 1]) for i, kind in enumerate(kinds)]
         effect, bar = float(np.mean([one.effect for one in seen])), _bar(seen)
         if effect > bar and any(2 * one.waited.sum() > one.kind.e.m.present.sum() for one in seen):
             waited = np.any([one.waited for one in seen], axis=0)

@@ -71,10 +71,10 @@ def savings_ns(estimates: Sequence[Estimates], sets: Sequence[Sequence[Gain]]) -
         sets: causes that are taken away together.
 
     Returns:
-        Nanoseconds per operation, whatever its kind; NaN without raw stamps.
+        Nanoseconds per operation, whatever its kind; NaN of a few.
     """
     order = sorted((int(op), k, i) for k, e in enumerate(estimates) for i, op in enumerate(e.m.ops))
-    if not all(e.has_stamps for e in estimates) or len(order) <= _FALLING_IN:
+    if len(order) <= _FALLING_IN:
         return np.full(len(sets), np.nan)
     cells = estimates[0].load.size ** 2 * (len(sets) + 1)
     latest = order[-int(min(max(_MOST_CELLS // cells, _FALLING_IN + 2), _MOST_OPERATIONS)) :]

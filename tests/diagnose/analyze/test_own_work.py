@@ -47,15 +47,6 @@ def test_noise_that_lasts_longer_than_a_stretch_makes_nobody_late(memory: float)
     assert np.mean(late) < 0.015
 
 
-def test_where_another_kind_shows_that_noise_lasts_errors_allow_for_it() -> None:
-    effect = compare(150 * US + noise(0.0, 64, 8), ONE_NODE)
-    assert not effect.own.lasts
-    lasting = effect.lasting()
-    assert lasting.own.degrees < effect.own.degrees / 4
-    np.testing.assert_array_equal(lasting.value, effect.value)
-    assert compare(150 * US + noise(0.9, 64, 8), ONE_NODE).own.lasts
-
-
 @pytest.mark.parametrize("sizes", [(8, 8), (4, 4, 4)])
 def test_noise_that_is_common_to_a_node_makes_nobody_late_and_hides_no_late_rank(
     sizes: tuple[int, ...],
