@@ -23,7 +23,6 @@ from ..core.package import counted
 from ..core.robust_stats import lowest, median_of
 from ..render import wording
 from ..storage.record import Record
-from .figure import colour_scale
 from .page import page
 from .phase_bars import bars, of_measured
 
@@ -293,12 +292,23 @@ def _operation_data(m: Measured) -> dict[str, Any]:
         "notes": ["Values are rounded to 0.2 %."] if rounded else [],
         # One scale for all parts of the waiting, so that switching between them compares them.
         "scale": {
-            "us": colour_scale(list(waiting.values())),
-            "tokens": colour_scale([m.tokens]),
+            "us": _colour_scale(list(waiting.values())),
+            "tokens": _colour_scale([m.tokens]),
         },
         "matrices": {part: _packed(values, bits) for part, values in stored.items()} or None,
         "timeline": _timeline_data(m),
     }
+
+
+def _colour_scale(matrices: Sequence[FloatArray]) -> tuple[float, float]:
+    """Median of the first matrix and largest value of all, each at least 1.
+
+    What a rank does with itself must not set the colours, unless it is alone.
+    """
+    between = ~np.eye(len(matrices[0]), dtype=bool) if len(matrices[0]) > 1 else np.True_
+    tops = [float(np.max(m, initial=1.0, where=np.isfinite(m) & between)) for m in matrices]
+    median = median_of(np.where(between, matrices[0], np.nan))
+    return median if median > 1.0 else 1.0, max(tops)
 
 
 def _timeline_data(m: Measured) -> Mapping[str, Any] | None:

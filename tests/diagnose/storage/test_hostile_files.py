@@ -27,8 +27,8 @@ from deep_ep.base.text import printable
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.core import safe_files
 from deep_ep.diagnose.render import prometheus
-from deep_ep.diagnose.render.figure import write_picture
 from deep_ep.diagnose.render.html import write_page
+from deep_ep.diagnose.render.terminal import write_picture
 from deep_ep.diagnose.render.terminal import report
 from deep_ep.diagnose.storage import counter_archive, diagnosis_log, record_layout
 from deep_ep.diagnose.storage.diagnosis_log import read
@@ -93,7 +93,6 @@ def test_texts_of_records_reach_pages_pictures_and_metrics_written_out(
     evil: Path, tmp_path: Path
 ) -> None:
     system_tools.package("prometheus_client")
-    system_tools.package("matplotlib")
     (record,) = read(evil)
     write_page([record], tmp_path / "page.html")
     prometheus.write_textfile([record], tmp_path / "x.prom")
@@ -371,13 +370,12 @@ def write_html(folder: Path) -> Path:
     return folder / "page.html"
 
 
-def write_png(folder: Path) -> Path:
-    system_tools.package("matplotlib")
-    write_picture(SLOW.diagnosis, folder / "picture.png")
-    return folder / "picture.png"
+def write_svg(folder: Path) -> Path:
+    write_picture(SLOW.diagnosis, folder / "picture.svg")
+    return folder / "picture.svg"
 
 
-WRITERS: list[Callable[[Path], Path]] = [write_record, write_counters, write_html, write_png]
+WRITERS: list[Callable[[Path], Path]] = [write_record, write_counters, write_html, write_svg]
 
 
 @pytest.mark.parametrize("write", WRITERS)
