@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.causes import TITLES
 from ..core.diagnosis import Diagnosis, Subject, Verdict
 from ..render import wording
 
@@ -47,7 +46,7 @@ class Changes:
             standing = self._standing[cause]
             standing.missed += 1
             if standing.missed >= WINDOWS_WITHOUT:
-                lines.append(f"resolved: {_who(standing.verdicts[0])}")
+                lines.append(f"resolved: {wording.cause(standing.verdicts)}")
                 del self._standing[cause]
         return lines
 
@@ -68,8 +67,4 @@ def verdict_line(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
     saving = wording.saving(diagnosis, verdicts[0])
     advice = verdicts[0].next_step.rstrip(". ")
     parts += [saving] * bool(saving) + [f"next: {advice}"] * bool(advice)
-    return f"{_who(verdicts[0])}, {'; '.join(parts)}"
-
-
-def _who(verdict: Verdict) -> str:
-    return f"{TITLES[verdict.kind]} {wording.placed(verdict)}: {verdict.cause}"
+    return f"{wording.cause(verdicts)}, {'; '.join(parts)}"

@@ -8,7 +8,7 @@ import numpy as np
 from markupsafe import Markup
 
 from ..core import quantities
-from ..core.diagnosis import Diagnosis, FloatArray, Measured
+from ..core.diagnosis import Diagnosis, Measured
 from ..render import wording
 from .page import part
 
@@ -20,20 +20,23 @@ _PHASES = (
     ("after the last arrival", "drain"),
 )
 _NAMES_WIDTH, _BARS_WIDTH, _LINE = 170, 560, 20
+_MOST_RANKS = 64
 
 
-def of_measured(m: Measured) -> dict[str, FloatArray]:
-    """[num_ranks] microseconds by phase, in the order in which they pass."""
-    values = (m.gap_us, m.send_us, m.own_wait_us, m.drain_us)
-    return {name: each for (name, _), each in zip(_PHASES, values)}
-
-
-def bars(diagnosis: Diagnosis, m: Measured, ranks: Sequence[int]) -> Markup:
-    """A bar for each of these ranks; those that a verdict names are marked. Nothing where nothing is known."""
-    times = np.nan_to_num(np.stack(list(of_measured(m).values()))[:, list(ranks)])
+def bars(diagnosis: Diagnosis, m: Measured) -> Markup:
+    """A bar for each rank; those that a verdict names are marked. Nothing where nothing is known."""
+    times = np.nan_to_num(np.stack([m.gap_us, m.send_us, m.own_wait_us, m.drain_us]))
+    # All ranks; of many those with the largest gap.
+    ranks: Sequence[int] = range(m.gap_us.size)
+    if m.gap_us.size > _MOST_RANKS:
+        ranks = np.argsort(-times[0], kind="stable")[:_MOST_RANKS].tolist()
+    times = times[:, list(ranks)]
     longest = float(times.sum(axis=0).max(initial=0.0))
     if longest <= 0:
         return Markup()
+    which = (
+        f", of the {len(ranks)} ranks with the largest gap" if len(ranks) < m.gap_us.size else ""
+    )
     named = {verdict.rank for verdict in diagnosis.verdicts}
     lines = []
     for line, rank in enumerate(ranks):
@@ -55,7 +58,7 @@ def bars(diagnosis: Diagnosis, m: Measured, ranks: Sequence[int]) -> Markup:
         )
     return part(
         "bars.html",
-        caption=f"{m.operation}, microseconds {wording.per(diagnosis, m.operation)}:",
+        caption=f"{m.operation}, microseconds {wording.per(diagnosis, m.operation)}{which}:",
         label=f"time of each rank around {m.operation}",
         phases=_PHASES,
         left=_NAMES_WIDTH,

@@ -25,10 +25,10 @@ from rich.text import Text
 
 from ..core import quantities, rank_blocks, safe_files
 from ..core.causes import TITLES
-from ..core.diagnosis import Bandwidth, Diagnosis, FloatArray, Measured, Verdict
+from ..core.diagnosis import Diagnosis, Measured, Verdict
 from ..core.rank_blocks import Blocks
 from ..core.robust_stats import lowest, median_of
-from ..render import wording
+from ..render import bandwidths, wording
 
 _SHADES = "·░▒▓█"
 _ASCII_SHADES = ".-+*#"
@@ -143,35 +143,8 @@ def _cause(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> list[Renderable
     head.append(f"  {largest.where}" if largest.where else "", style="bold")
     causes = dict.fromkeys(verdict.cause for verdict in verdicts)
     head.append(f"  ({', '.join(causes)})")
-    lines = [Text(_numbers(diagnosis, verdict)) for verdict in verdicts]
-    saving = wording.saving(diagnosis, largest)
-    if saving:
-        lines.append(Text(saving + _durations(verdicts)))
-    evidence = wording.evidence(largest)
-    if evidence:
-        lines.append(Text(f"because, in {largest.operation}: {evidence}", style="dim"))
-    if largest.next_step:
-        lines.append(Text(f"next: {largest.next_step}"))
+    lines = map(Text, wording.details(diagnosis, verdicts))
     return [_Hanging(head, 2), *(_Hanging(line, 6, first=2) for line in lines)]
-
-
-def _numbers(diagnosis: Diagnosis, verdict: Verdict) -> str:
-    told = [f"{verdict.operation}: {wording.effect(diagnosis, verdict)}"]
-    if math.isfinite(verdict.seen_in):
-        told.append(f"in {quantities.percent(verdict.seen_in)} of operations")
-    if math.isfinite(verdict.certainty):
-        told.append(f"certainty {wording.certainty(verdict)}")
-    return ", ".join(told)
-
-
-def _durations(verdicts: Sequence[Verdict]) -> str:
-    """What a saving is to be compared with."""
-    now = [
-        f"{verdict.operation} takes {quantities.microseconds(verdict.duration_us)}"
-        for verdict in verdicts
-        if math.isfinite(verdict.duration_us)
-    ]
-    return f"; now {', '.join(now)}" if now else ""
 
 
 def _outliers(diagnosis: Diagnosis) -> list[RenderableType]:
@@ -183,61 +156,23 @@ def _outliers(diagnosis: Diagnosis) -> list[RenderableType]:
 
 
 def _bandwidths(diagnosis: Diagnosis) -> list[RenderableType]:
-    known = {m.operation: m.bandwidth for m in diagnosis.measured.values() if m.bandwidth}
-    if not known or diagnosis.num_ranks < 2:
+    rows = bandwidths.rows(diagnosis)
+    if not rows or diagnosis.num_ranks < 2:
         return []
     table = Table(
         box=None,
         padding=(0, 2, 0, 0),
-        title="bandwidth in GB/s; tokens that stay on their rank do not count",
+        title=bandwidths.TITLE,
         title_justify="left",
         title_style="bold",
         header_style="dim",
         collapse_padding=True,
     )
-    for heading in (
-        "",
-        "program gets\nmedian, lowest",
-        "paths\nmedian",
-        "slowest\npaths",
-        "slowest\nNIC in",
-        "slowest\nNIC out",
-    ):
-        table.add_column(heading, overflow="fold")
-    for operation, bandwidth in known.items():
-        table.add_row(Text(operation), *_bandwidth_cells(bandwidth))
+    for heading in bandwidths.COLUMNS:
+        table.add_column("\n".join(heading), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("\n".join(cell)) for cell in row))
     return [table]
-
-
-def _bandwidth_cells(bandwidth: Bandwidth) -> list[str]:
-    edge = bandwidth.edge
-    num_ranks = bandwidth.effective.size
-    slowest_edges = [
-        f"{_rate(rate)} {index % num_ranks} > {index // num_ranks}"
-        for index, rate in lowest(edge.reshape(-1), _NAMED)
-    ]
-    effective = [f"{_rate(median_of(bandwidth.effective))}"]
-    effective += [f"{_rate(rate)} rank {rank}" for rank, rate in lowest(bandwidth.effective, 1)]
-    return [
-        "\n".join(effective),
-        _rate(median_of(edge)),
-        "\n".join(slowest_edges) or "not known",
-        _slowest_ranks(bandwidth.ingress),
-        _slowest_ranks(bandwidth.egress),
-    ]
-
-
-def _slowest_ranks(rates: FloatArray) -> str:
-    return "\n".join(f"{_rate(r)} rank {rank}" for rank, r in lowest(rates, _NAMED)) or "not known"
-
-
-def _rate(gb_per_s: float) -> str:
-    """Three digits: 0.0412, 4.12, 41.2, 412."""
-    if not math.isfinite(gb_per_s):
-        return "not known"
-    if gb_per_s >= 100 or gb_per_s <= 0:
-        return f"{gb_per_s:,.0f}"
-    return f"{gb_per_s:.{2 - math.floor(math.log10(gb_per_s))}f}"
 
 
 def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:

@@ -64,6 +64,13 @@ def placed(verdict: Verdict) -> str:
     return f"{subject(verdict)} ({verdict.where})" if verdict.where else subject(verdict)
 
 
+def cause(verdicts: Sequence[Verdict]) -> str:
+    """`Comp-Slow rank 5 (node1 cuda:1): late`, of verdicts that name the same thing."""
+    first = verdicts[0]
+    names = ", ".join(dict.fromkeys(verdict.cause for verdict in verdicts))
+    return f"{TITLES[first.kind]} {placed(first)}: {names}"
+
+
 def causes(diagnosis: Diagnosis) -> list[list[Verdict]]:
     """Verdicts of all operations that name the same thing together, the largest effect first."""
     by_effect = sorted(
@@ -110,17 +117,14 @@ def operations(m: Measured) -> str:
 
 def effect(diagnosis: Diagnosis, verdict: Verdict) -> str:
     """`+512 us (95 %: 500 to 524) per operation, 98 % of all waiting`."""
-    text = f"+{quantities.microseconds(verdict.effect_us)}{interval(verdict, '95 %: ')}"
-    text += f" {per(diagnosis, verdict.operation)}"
-    known = math.isfinite(verdict.share)
-    return f"{text}, {quantities.percent(verdict.share)} of all waiting" if known else text
-
-
-def interval(verdict: Verdict, what: str = "") -> str:
-    """` (500 to 524)`, or nothing where it is not known."""
+    text = f"+{quantities.microseconds(verdict.effect_us)}"
     low, high = verdict.interval_us
-    known = math.isfinite(low) and math.isfinite(high)
-    return f" ({what}{quantities.number(low)} to {quantities.number(high)})" if known else ""
+    if math.isfinite(low) and math.isfinite(high):
+        text += f" (95 %: {quantities.number(low)} to {quantities.number(high)})"
+    text += f" {per(diagnosis, verdict.operation)}"
+    if math.isfinite(verdict.share):
+        text += f", {quantities.percent(verdict.share)} of all waiting"
+    return text
 
 
 def saving(diagnosis: Diagnosis, verdict: Verdict) -> str:
@@ -165,13 +169,6 @@ def _without(diagnosis: Diagnosis, what: str, operation: str, saving_us: float) 
     return f"without {what}: {_less(diagnosis, operation, saving_us)}"
 
 
-def mean_of(diagnosis: Diagnosis) -> str:
-    """`dispatch and combine`: of which kinds all savings are the mean; nothing where it is one, or not always the same."""
-    sets = {tuple(_saving_together(diagnosis, kind)) for kind in diagnosis.savings_us}
-    kinds = sets.pop() if len(sets) == 1 else ()
-    return listed(kinds, "and") if len(kinds) > 1 else ""
-
-
 def _less(diagnosis: Diagnosis, operation: str, saving_us: float) -> str:
     """`12 us less per operation (mean of dispatch and combine; 24 us for one of each)`."""
     text = f"{quantities.microseconds(saving_us)} less"
@@ -197,6 +194,36 @@ def _saving_together(diagnosis: Diagnosis, operation: str) -> list[str]:
     return [kind for kind, saving_us in diagnosis.savings_us.items() if saving_us == saved]
 
 
+def details(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> list[str]:
+    """What is known of one cause, a line each: its effect in each operation, what it costs, why, and what to do next."""
+    first = verdicts[0]
+    lines = []
+    for verdict in verdicts:
+        told = [f"{verdict.operation}: {effect(diagnosis, verdict)}"]
+        if math.isfinite(verdict.seen_in):
+            told.append(f"in {quantities.percent(verdict.seen_in)} of operations")
+        if math.isfinite(verdict.certainty):
+            # Nobody is certain to the last digit.
+            certainty = quantities.percent(min(verdict.certainty, _MOST_CERTAIN))
+            told.append(f"certainty {certainty}")
+        lines.append(", ".join(told))
+    saved = saving(diagnosis, first)
+    # What a saving is to be compared with.
+    takes = [
+        f"{v.operation} takes {quantities.microseconds(v.duration_us)}"
+        for v in verdicts
+        if math.isfinite(v.duration_us)
+    ]
+    if saved:
+        lines.append(f"{saved}; now {', '.join(takes)}" if takes else saved)
+    because = evidence(first)
+    if because:
+        lines.append(f"because, in {first.operation}: {because}")
+    if first.next_step:
+        lines.append(f"next: {first.next_step}")
+    return lines
+
+
 def evidence(verdict: Verdict) -> str:
     """`own time over median 2,020 us, error 12.2 us`: what is known of it."""
     told = []
@@ -220,10 +247,7 @@ def outliers(diagnosis: Diagnosis, most: int) -> list[str]:
 
 
 def headlines(diagnosis: Diagnosis) -> list[str]:
-    """The answer first: a sentence per cause, or why there is none."""
-    if diagnosis.verdicts:
-        said = [sentence(diagnosis, verdicts) for verdicts in causes(diagnosis)]
-        return said + [f"{text[0].upper()}{text[1:]}." for text in savings(diagnosis)]
+    """Why there is no verdict."""
     if undecided(diagnosis):
         return [f"{remark[0].upper()}{remark[1:]}." for remark in undecided(diagnosis)]
     if not diagnosis.measured:
@@ -243,8 +267,3 @@ def notes(diagnosis: Diagnosis) -> list[str]:
     """The other notes."""
     answers = undecided(diagnosis)
     return [remark for remark in diagnosis.remarks if remark not in answers]
-
-
-def certainty(verdict: Verdict) -> str:
-    """`> 99.9 %`; nobody is certain to the last digit."""
-    return quantities.percent(min(verdict.certainty, _MOST_CERTAIN))

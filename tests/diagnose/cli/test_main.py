@@ -160,7 +160,7 @@ def test_show_says_that_stored_matrices_are_means_over_blocks(run: Run, tmp_path
     assert "matrices were stored as means over blocks of ranks" in " ".join(out.split())
     page = tmp_path / "page.html"
     run("show", tmp_path, "--html", page)
-    assert "Stored as means over blocks of ranks." in page.read_text(encoding="utf-8")
+    assert "stored as means over blocks of ranks" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,7 @@ class Browser:
         at = self.dataset("heat")
         x = at["left"] + (column + 0.5) * at["cell"]
         y = at["top"] + (row + 0.5) * at["cell"]
-        return self.hover("heat", x, y)
-
-    def hover(self, canvas: str, x: float, y: float) -> list[str]:
-        """Point at a place of a canvas, pixels from its upper left corner; the lines shown."""
-        element = self.driver.find_element("id", canvas)
+        element = self.driver.find_element("id", "heat")
         self.driver.execute_script(
             "arguments[0].scrollIntoView({block: 'start'});"
             "const box = arguments[0].parentElement;"
@@ -125,15 +121,14 @@ class Browser:
             "const b = arguments[0].getBoundingClientRect(); return [b.left, b.top];", element
         )
         chain = ActionChains(self.driver, duration=0)
-        # Halves go down: the middle of a cell of one pixel lies between two pixels.
-        at = (math.ceil(corner + place - 0.5) for corner, place in zip(box, (x, y)))
-        chain.w3c_actions.pointer_action.move_to_location(*at)
+        at_pixel = (math.ceil(corner + place - 0.5) for corner, place in zip(box, (x, y)))
+        chain.w3c_actions.pointer_action.move_to_location(*at_pixel)
         chain.perform()
         return self.tip()
 
-    def press(self, canvas: str, *keys: str) -> list[str]:
-        """Focus a canvas and press keys; the lines shown."""
-        element = self.driver.find_element("id", canvas)
+    def press(self, *keys: str) -> list[str]:
+        """Focus the heatmap and press keys; the lines shown."""
+        element = self.driver.find_element("id", "heat")
         element.send_keys("")
         for key in keys:
             element.send_keys(key)
@@ -143,26 +138,38 @@ class Browser:
         """The lines shown for what is pointed at."""
         return [line for line in self.text("#tip").splitlines() if line]
 
-    def dataset(self, canvas: str) -> dict[str, float]:
-        """Where a picture has its cells or lines, in pixels."""
+    def dataset(self, element: str) -> dict[str, float]:
+        """Where the heatmap has its cells, in pixels."""
         found = self.driver.execute_script(
-            "return {...document.getElementById(arguments[0]).dataset}", canvas
+            "return {...document.getElementById(arguments[0]).dataset}", element
         )
         return {key: float(value) for key, value in found.items()}
 
-    def pixel(self, canvas: str, x: float, y: float) -> list[int]:
-        """[red, green, blue, alpha] of a canvas."""
+    def pixel(self, row: int, column: int) -> list[int]:
+        """[red, green, blue, alpha] of a cell."""
         return list(
             self.driver.execute_script(
                 # From a copy: Chromium warns when the page's own canvas is read again and again.
                 "const copy = new OffscreenCanvas(1, 1).getContext('2d');"
-                "copy.drawImage(document.getElementById(arguments[0]), -arguments[1], -arguments[2]);"
+                "copy.drawImage(document.getElementById('cells'), -arguments[0], -arguments[1]);"
                 "return [...copy.getImageData(0, 0, 1, 1).data];",
-                canvas,
-                round(x),
-                round(y),
+                column,
+                row,
             )
         )
+
+    def marks(self) -> list[list[float]]:
+        """[x, y, width, height] of what is marked in the heatmap, in pixels."""
+        found = self.driver.find_elements("css selector", "#over .mark")
+        sides = ("x", "y", "width", "height")
+        return [[float(mark.get_attribute(side)) for side in sides] for mark in found]
+
+    def written_over(self) -> list[str]:
+        """The texts in and around the cells."""
+        return [text.text for text in self.driver.find_elements("css selector", "#over text")]
+
+    def count(self, selector: str) -> int:
+        return len(self.driver.find_elements("css selector", selector))
 
     def complaints(self) -> list[str]:
         """What stands in the console: errors, warnings, what the page's policy refused."""

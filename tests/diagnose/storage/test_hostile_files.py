@@ -28,8 +28,7 @@ from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.core import safe_files
 from deep_ep.diagnose.render import prometheus
 from deep_ep.diagnose.render.html import write_page
-from deep_ep.diagnose.render.terminal import write_picture
-from deep_ep.diagnose.render.terminal import report
+from deep_ep.diagnose.render.terminal import report, write_picture
 from deep_ep.diagnose.storage import counter_archive, diagnosis_log, record_layout
 from deep_ep.diagnose.storage.diagnosis_log import read
 from deep_ep.diagnose.storage.loader import read_any
