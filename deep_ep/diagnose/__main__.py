@@ -199,7 +199,6 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         help="which window; by default the last one with a verdict, else the last one",
     )
     parser.add_argument("--group", help="only windows of this group of ranks")
-    parser.add_argument("--operation", help="only this operation, such as dispatch")
     _add_links(parser)
     _add_page_and_width(parser)
     parser.add_argument("--svg", type=Path, metavar="OUT", help="also write a picture of the last")
@@ -224,7 +223,6 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how often to look (default: 2)",
     )
-    parser.add_argument("--once", action="store_true", help="print what is there, and end")
     parser.set_defaults(run=watch)
 
 

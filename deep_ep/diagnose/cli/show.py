@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -18,7 +18,7 @@ from ..storage.diagnosis_log import Log
 from ..storage.loader import read_any
 from ..storage.record import Record
 from .link_limit import Links, least_us
-from .watch import Spans, heading, position
+from .watch import heading
 
 # Exit status when a window shown has verdicts and --check was given.
 VERDICTS = 3
@@ -31,14 +31,14 @@ def show(given: argparse.Namespace) -> int:
     log = read_any(given.path)
     chosen, why = _choose(given, log)
     console = standard_output(given.width)
-    spans: Spans = {}
+    numbers: dict[str, list[int]] = {}
     for headline in log.headlines:
-        spans.setdefault(headline.group, []).append(headline.window)
+        numbers.setdefault(headline.group, []).append(headline.window)
     found = False
     for index in chosen:
-        record = _asked_for(given, log[index])
+        record = log[index]
         found = found or bool(record.diagnosis.verdicts)
-        console.print(heading(record, position(spans, record), why))
+        console.print(heading(record, _position(numbers, record), why))
         report(record.diagnosis, console)
         if given.links is not None:
             _print_limits(record.diagnosis, given.links, console)
@@ -47,6 +47,15 @@ def show(given: argparse.Namespace) -> int:
         console.print(Text(f"note: {remark}", style="yellow"))
     _write_files(given, log, chosen, console)
     return VERDICTS if given.check and found else 0
+
+
+def _position(numbers: Mapping[str, Sequence[int]], record: Record) -> str:
+    """ "window 3 of 1-7", with the group where there are several."""
+    of_group = numbers[record.group]
+    text = f"window {record.window}"
+    if len(of_group) > 1:
+        text += f" of {of_group[0]}-{of_group[-1]}"
+    return text if len(numbers) == 1 else f"{text}, group {record.group}"
 
 
 def _print_limits(diagnosis: Diagnosis, links: Links, console: Console) -> None:
@@ -104,25 +113,6 @@ def _choose(given: argparse.Namespace, log: Log) -> tuple[Sequence[int], str]:
     return numbered, ""
 
 
-def _asked_for(given: argparse.Namespace, record: Record) -> Record:
-    """With the operation asked for alone."""
-    diagnosis, operation = record.diagnosis, given.operation
-    if operation is None:
-        return record
-    if operation not in diagnosis.measured:
-        there = ", ".join(diagnosis.measured) or "none"
-        raise EPArgumentError(
-            f"--operation is {operation!r}; window {record.window} has these: {there}."
-        )
-    only = replace(
-        diagnosis,
-        measured={operation: diagnosis.measured[operation]},
-        verdicts=[v for v in diagnosis.verdicts if v.operation == operation],
-        events=[one for one in diagnosis.events if one.operation == operation],
-    )
-    return replace(record, diagnosis=only)
-
-
 def _write_files(
     given: argparse.Namespace, log: Log, chosen: Sequence[int], console: Console
 ) -> None:
@@ -132,14 +122,14 @@ def _write_files(
                 f"{given.path}: --html of {len(chosen)} windows; a page has at most {_MOST_WINDOWS}. "
                 "Choose with --window or --group."
             )
-        write_page([_with_remarks(given, log, index) for index in chosen], given.html)
+        write_page([_with_remarks(log, index) for index in chosen], given.html)
         console.print(Text(f"wrote {given.html}"))
     if given.svg is not None:
-        write_picture(_with_remarks(given, log, chosen[-1]).diagnosis, given.svg)
+        write_picture(_with_remarks(log, chosen[-1]).diagnosis, given.svg)
         console.print(Text(f"wrote {given.svg}"))
 
 
-def _with_remarks(given: argparse.Namespace, log: Log, index: int) -> Record:
-    record = _asked_for(given, log[index])
+def _with_remarks(log: Log, index: int) -> Record:
+    record = log[index]
     remarks = [*record.diagnosis.remarks, *log.remarks]
     return replace(record, diagnosis=replace(record.diagnosis, remarks=remarks))

@@ -112,15 +112,6 @@ def test_show_takes_the_group_asked_for(run: Run, folder: Path) -> None:
     assert "no whole window of group 'none'; there are: ep, other" in err
 
 
-def test_show_takes_the_operation_asked_for(run: Run, folder: Path) -> None:
-    _, out, _ = run("show", folder, "--operation", "combine")
-    assert "combine:" in out
-    assert "dispatch" not in out
-    status, _, err = run("show", folder, "--operation", "notify")
-    assert status == 2
-    assert "--operation is 'notify'; window 2 has these: dispatch, combine" in err
-
-
 def test_show_keeps_to_the_width_asked_for(run: Run, folder: Path) -> None:
     _, out, _ = run("show", folder, "--width", "60")
     assert 50 < max(map(len, out.splitlines())) <= 60
@@ -205,19 +196,6 @@ def test_bad_arguments_are_explained(
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_watch_once_prints_the_latest_window(run: Run, folder: Path) -> None:
-    status, out, _ = run("watch", folder, "--once")
-    assert status == 0
-    assert out.startswith("window 3 of 1-3, the latest")
-    assert "No anomaly" in out
-
-
-def test_watch_once_of_nothing_is_an_error(run: Run, tmp_path: Path) -> None:
-    status, _, err = run("watch", tmp_path, "--once")
-    assert status == 2
-    assert "no whole window in diagnose-*.jsonl" in err
 
 
 def test_watch_prints_what_changes_and_ends_with_ctrl_c(

@@ -25,6 +25,7 @@ from deep_ep import EPArgumentError
 from deep_ep.base import files
 from deep_ep.base.text import printable
 from deep_ep.diagnose.__main__ import main
+from deep_ep.diagnose.cli import watch
 from deep_ep.diagnose.core import safe_files
 from deep_ep.diagnose.render import prometheus
 from deep_ep.diagnose.render.html import write_page
@@ -78,11 +79,20 @@ def test_text_that_is_fit_stays_as_it_is() -> None:
     assert printable("a\x1b[2J\u202e\ud800\n") == r"a\x1b[2J\u202e\ud800\n"
 
 
-@pytest.mark.parametrize("arguments", [("show",), ("watch", "--once")])
+@pytest.fixture
+def _watching_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", end)
+
+
+@pytest.mark.usefixtures("_watching_ends_at_once")
+@pytest.mark.parametrize("command", ["show", "watch"])
 def test_texts_of_records_reach_the_terminal_written_out(
-    evil: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+    evil: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert main([arguments[0], str(evil), *arguments[1:]]) == 0
+    assert main([command, str(evil)]) == 0
     printed = capsys.readouterr()
     assert r"\x1b]0;mine\x07" in "".join(printed.out.split())
     assert UNFIT.search(printed.out + printed.err) is None
@@ -113,12 +123,13 @@ def test_hostile_texts_are_stored_again_as_they_are_shown(evil: Path, tmp_path: 
     assert repr(again.diagnosis.verdicts) == repr(record.diagnosis.verdicts)
 
 
+@pytest.mark.usefixtures("_watching_ends_at_once")
 def test_hostile_file_names_and_logs_reach_the_terminal_written_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "diagnose-\x1b[2J.jsonl").write_text(GOOD + "\nnonsense\n", encoding="utf-8")
     assert main(["show", str(tmp_path)]) == 2
-    assert main(["watch", "--once", str(tmp_path)]) == 0
+    assert main(["watch", str(tmp_path)]) == 0
     log = tmp_path / "\x1b[2J.log"
     log.write_text("rank=0 [1 2]\nrank=1 [3 \x1b[2J4\nrank=1 [\x1b 1]", encoding="utf-8")
     assert main(["show", str(log)]) in (0, 2)
