@@ -29,7 +29,6 @@ import deep_ep
 from deep_ep.base import codec
 from deep_ep.diagnose.analyze.engine import judge
 from deep_ep.diagnose.analyze.thresholds import Thresholds
-from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
 from deep_ep.diagnose.collect.fields import FIELDS
 from deep_ep.diagnose.collect.rank_summary import KindSummary, summarize
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW
@@ -760,15 +759,6 @@ def test_the_line_of_a_cause() -> None:
     assert verdict_line(diagnosis(), [path]) == (
         "Comm-Slow path 2 > 5: path, dispatch +2,013 us per operation"
     )
-
-
-def test_the_line_of_a_window_without_a_count_of_operations() -> None:
-    found = judge_waits([[0, 9e6, 1e6], [1e6, 0, 1e6], [1e6, 9e6, 0]])
-    measured = found.measured["dispatch"]
-    assert measured.num_operations == 0
-    line = verdict_line(found, [verdict(saving_us=7.0)])
-    assert "dispatch +2,013 us (95 %: 1,990 to 2,040) in the whole window" in line
-    assert "without it: a rank waits 7 us less in the whole window" in line
 
 
 def test_a_cause_is_said_once_and_gone_when_it_stays_away() -> None:

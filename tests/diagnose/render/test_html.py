@@ -82,7 +82,8 @@ def test_the_page_refers_to_nothing_outside(tmp_path: Path) -> None:
 
 def test_all_that_is_known_of_a_cause_stands_in_the_page(tmp_path: Path) -> None:
     both = [LATE, SLOW_PATH, replace(LATE, operation="combine", effect_us=50.0)]
-    found = diagnosis(8, verdicts=both)
+    outlier = Outlier("dispatch", 512, 4, 20000.0)
+    found = replace(diagnosis(8, verdicts=both), events=[outlier])
     text = Reader(written(tmp_path, found)).text
     heads = (
         "Comp-Slow rank 1 (node0 cuda:1): late",
@@ -92,7 +93,7 @@ def test_all_that_is_known_of_a_cause_stands_in_the_page(tmp_path: Path) -> None
     for verdicts in wording.causes(found):
         for line in wording.details(found, verdicts):
             assert line in text
-    for line in wording.savings(found):
+    for line in (*wording.savings(found), *wording.outliers(found, 1)):
         assert line in text
 
 
@@ -140,33 +141,11 @@ def test_nodes_of_one_host_are_parted_and_marked(tmp_path: Path) -> None:
     assert '"borders": [2]' in page.read_text()
 
 
-def test_without_a_count_of_operations_times_are_of_the_window(tmp_path: Path) -> None:
-    found = diagnosis(8, operations=["dispatch"])
-    window = replace(found.measured["dispatch"], num_operations=0, duration_us=float("nan"))
-    reader = Reader(written(tmp_path, replace(found, measured={"dispatch": window})))
-    assert "per operation" not in reader.text
-    assert "operations not counted" in reader.text
-    assert "+2,013 us (95 %: 1,990 to 2,040) in the whole window" in reader.text
-
-
-def test_outliers_name_operation_and_rank(tmp_path: Path) -> None:
-    outliers = [Outlier("dispatch", 512, 4, 20000.0)]
-    text = Reader(written(tmp_path, replace(diagnosis(8), events=outliers))).text
-    assert "dispatch 512: everybody waited 20,000 us longer for rank 4 (node0 cuda:4)" in text
-
-
 def test_bandwidths_are_those_of_the_terminal(tmp_path: Path) -> None:
     found = diagnosis(8)
     rows = [row for row in Reader(written(tmp_path, found)).rows if len(row) == 6]
     assert rows[0] == [" ".join(lines) for lines in bandwidths.COLUMNS]
     assert rows[1:] == [["".join(cell) for cell in row] for row in bandwidths.rows(found)]
-
-
-def test_missing_ranks_are_called_missing(tmp_path: Path) -> None:
-    found = diagnosis(8, missing=[4])
-    reader = Reader(written(tmp_path, found))
-    assert "8 ranks on 1 host, 1 missing" in reader.text
-    assert "rank 4 (missing)" in reader.text
 
 
 @pytest.mark.parametrize(("num_ranks", "most_kb"), [(8, 60), (64, 300), (1024, 20_000)])
@@ -284,6 +263,7 @@ def test_a_verdict_is_marked_in_the_picture_that_shows_it(
 
 def test_missing_ranks_are_striped_and_not_zero(quiet: browser.Browser, tmp_path: Path) -> None:
     quiet.show(written(tmp_path, diagnosis(8, missing=[4])))
+    assert "8 ranks on 1 host, 1 missing" in quiet.text(".about")
     lines = quiet.hover_cell(4, 1)
     assert lines[0] == "rank 4 (missing) waits for rank 1 (node0 cuda:1)"
     assert lines[1] == "wait not known"

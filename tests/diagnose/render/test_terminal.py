@@ -17,6 +17,7 @@ import fixtures
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.core import rank_blocks
+from deep_ep.diagnose.render import bandwidths, wording
 from fixtures import ALL_KINDS, HICCUP, LATE, SLOW_PATH
 
 NAN = math.nan
@@ -331,6 +332,26 @@ def test_bandwidth_tells_what_the_program_gets_from_what_the_wires_did() -> None
         f"{rates.effective.min():.2f} rank {np.argmin(rates.effective)}",
     ):
         assert part in table
+
+
+def test_of_paths_that_are_equally_slow_the_first_are_named_and_none_to_itself() -> None:
+    found = fixtures.diagnosis(8, operations=["dispatch"])
+    rates = found.measured["dispatch"].bandwidth
+    assert rates is not None
+    rates.edge[:] = 10.0
+    rates.edge[4:6] = 0.5
+    rates.edge[0, 0] = 0.01
+    (row,) = bandwidths.rows(found)
+    assert row[3] == ["0.500 0 > 4", "0.500 1 > 4", "0.500 2 > 4"]
+
+
+def test_a_cause_of_two_operations_is_one_sentence() -> None:
+    both = [LATE, replace(LATE, operation="combine", effect_us=50.0)]
+    assert wording.sentence(fixtures.diagnosis(8, both), both) == (
+        "Comp-Slow: rank 1 (node0 cuda:1) comes late in dispatch, +2,013 us (95 %: 1,990 to 2,040) per operation, 98 % of "
+        "all waiting, and in combine, +50 us (95 %: 1,990 to 2,040) per operation, 98 % of all waiting. Without it: 2,020 us "
+        "less per operation (mean of dispatch and combine; 4,040 us for one of each)."
+    )
 
 
 def test_without_bandwidth_there_is_no_table() -> None:
