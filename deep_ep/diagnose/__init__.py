@@ -33,7 +33,8 @@ from .core.diagnosis import Diagnosis, Verdict
 from .core.package import EPTypeError, as_group
 from .other_kernels.attach import attach
 from .other_kernels.import_hook import install
-from .render.terminal import report, write_picture
+from .render.figure import write_picture
+from .render.terminal import report
 from .storage.counter_archive import save
 from .storage.loader import read_any
 

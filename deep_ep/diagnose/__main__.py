@@ -201,7 +201,14 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", help="only windows of this group of ranks")
     _add_links(parser)
     _add_page_and_width(parser)
-    parser.add_argument("--svg", type=Path, metavar="OUT", help="also write a picture of the last")
+    parser.add_argument("--png", type=Path, metavar="OUT", help="also write a picture")
+    parser.add_argument("--svg", type=Path, metavar="OUT", help="also write a picture")
+    parser.add_argument(
+        "--speed-profile",
+        type=Path,
+        metavar="OUT",
+        help="also write speed and waiting of each rank and GPU as JSON, medians over the windows shown",
+    )
     parser.add_argument(
         "--check",
         action="store_true",

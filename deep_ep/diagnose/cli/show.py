@@ -12,8 +12,10 @@ from rich.text import Text
 from ..core import quantities, rank_blocks
 from ..core.diagnosis import Diagnosis
 from ..core.package import EPArgumentError
+from ..render.figure import write_picture
 from ..render.html import write_page
-from ..render.terminal import report, standard_output, write_picture
+from ..render.speed_profile import write_speed_profile
+from ..render.terminal import report, standard_output
 from ..storage.diagnosis_log import Log
 from ..storage.loader import read_any
 from ..storage.record import Record
@@ -124,9 +126,13 @@ def _write_files(
             )
         write_page([_with_remarks(log, index) for index in chosen], given.html)
         console.print(Text(f"wrote {given.html}"))
-    if given.svg is not None:
-        write_picture(_with_remarks(log, chosen[-1]).diagnosis, given.svg)
-        console.print(Text(f"wrote {given.svg}"))
+    for picture in (given.png, given.svg):
+        if picture is not None:
+            write_picture(_with_remarks(log, chosen[-1]).diagnosis, picture)
+            console.print(Text(f"wrote {picture}"))
+    if given.speed_profile is not None:
+        write_speed_profile([log[index] for index in chosen], given.speed_profile)
+        console.print(Text(f"wrote {given.speed_profile}"))
 
 
 def _with_remarks(log: Log, index: int) -> Record:

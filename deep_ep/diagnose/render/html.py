@@ -20,9 +20,9 @@ from ..core import quantities, rank_blocks, safe_files
 from ..core.causes import CAUSES
 from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
 from ..core.package import counted
-from ..core.robust_stats import median_of
 from ..render import bandwidths, wording
 from ..storage.record import Record
+from .figure import colour_scale
 from .page import page
 from .phase_bars import bars
 from .timeline import timeline
@@ -168,22 +168,11 @@ def _operation_data(m: Measured) -> dict[str, Any]:
         "rounded": rounded,
         # One scale for all parts of the waiting, so that switching between them compares them.
         "scale": {
-            "us": _colour_scale(list(waiting.values())),
-            "tokens": _colour_scale([m.tokens]),
+            "us": colour_scale(list(waiting.values())),
+            "tokens": colour_scale([m.tokens]),
         },
         "matrices": {part: _packed(values, bits) for part, values in stored.items()} or None,
     }
-
-
-def _colour_scale(matrices: Sequence[FloatArray]) -> tuple[float, float]:
-    """Median of the first matrix and largest value of all, each at least 1.
-
-    What a rank does with itself must not set the colours, unless it is alone.
-    """
-    between = ~np.eye(len(matrices[0]), dtype=bool) if len(matrices[0]) > 1 else np.True_
-    tops = [float(np.max(m, initial=1.0, where=np.isfinite(m) & between)) for m in matrices]
-    median = median_of(np.where(between, matrices[0], np.nan))
-    return median if median > 1.0 else 1.0, max(tops)
 
 
 def _packed(values: FloatArray, bits: int) -> str:

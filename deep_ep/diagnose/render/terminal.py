@@ -1,4 +1,4 @@
-"""Words, heatmaps and a bandwidth table for a Diagnosis, on a terminal or as a picture of one.
+"""Words, heatmaps and a bandwidth table for a Diagnosis, on a terminal.
 
 A heatmap has a row per waiting rank and a column per rank waited for. Up to about ten ranks in 80
 columns a cell is a number; beyond, a shade; beyond 64 ranks a cell is a pair of nodes.
@@ -7,14 +7,11 @@ Every shade is a character, so that it reads the same without colour.
 
 from __future__ import annotations
 
-import io
 import math
-import re
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.color import Color
@@ -23,7 +20,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ..core import quantities, rank_blocks, safe_files
+from ..core import quantities, rank_blocks
 from ..core.causes import TITLES
 from ..core.diagnosis import Diagnosis, Measured, Verdict
 from ..core.rank_blocks import Blocks
@@ -45,7 +42,6 @@ _RAMP = ((46, 160, 67), (219, 187, 40), (215, 58, 45))
 _MOST_OUTLIERS = 5
 # Of a pipe or file: more columns than any table has.
 _UNBOUNDED = 100_000
-_PICTURE_WIDTH = 110
 
 
 def standard_output(width: int | None = None) -> Console:
@@ -67,21 +63,6 @@ def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """
     console = console or standard_output()
     console.print(render(diagnosis, console))
-
-
-def write_picture(diagnosis: Diagnosis, path: str | Path) -> None:
-    """Writes what `report` prints, in colour, to an SVG file: a picture for tickets that needs no network."""
-    console = Console(
-        record=True,
-        width=_PICTURE_WIDTH,
-        file=io.StringIO(),
-        color_system="truecolor",
-        force_terminal=True,
-    )
-    report(diagnosis, console)
-    # The fonts that rich names come from the network.
-    text = re.sub(r"@font-face {[^}]*}", "", console.export_svg(title="deep_ep.diagnose"), count=2)
-    safe_files.write(path, text.encode("utf-8", errors="replace"))
 
 
 def render(diagnosis: Diagnosis, console: Console) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -123,14 +124,31 @@ def test_check_tells_verdicts_by_the_exit_status(run: Run, folder: Path) -> None
     assert run("show", folder, "--check", "--window", "last")[0] == 0
 
 
-def test_show_writes_a_page_and_a_picture(run: Run, folder: Path, tmp_path: Path) -> None:
-    page, svg = tmp_path / "o.html", tmp_path / "o.svg"
-    status, out, _ = run("show", folder, "--html", page, "--svg", svg)
+def test_show_writes_a_page_and_pictures(run: Run, folder: Path, tmp_path: Path) -> None:
+    system_tools.package("matplotlib")
+    page, png, svg = tmp_path / "o.html", tmp_path / "o.png", tmp_path / "o.svg"
+    status, out, _ = run("show", folder, "--html", page, "--png", png, "--svg", svg)
     assert status == 0
     assert "<html" in page.read_text(encoding="utf-8")
+    assert png.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in svg.read_text(encoding="utf-8")
-    for file in (page, svg):
+    for file in (page, png, svg):
         assert f"wrote {file}" in out.replace("\n", "")
+
+
+def test_show_writes_a_speed_profile_of_the_windows_shown(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "speed.json"
+    status, out, _ = run(
+        "show", folder, "--group", "ep", "--window", "all", "--speed-profile", path
+    )
+    assert status == 0
+    assert f"wrote {path}" in out.replace("\n", "")
+    profile = json.loads(path.read_text())
+    assert profile["group"] == "ep"
+    assert len(profile["windows"]) > 1
+    assert len(profile["ranks"]) == 8
 
 
 def test_show_tells_what_is_missing(run: Run, folder: Path) -> None:
@@ -391,7 +409,7 @@ def test_output_that_nobody_takes_ends_in_no_traceback(
 def test_reading_and_showing_need_no_optional_package() -> None:
     script = (
         "import sys\n"
-        "for name in ('matplotlib', 'prometheus_client'): sys.modules[name] = None\n"
+        "for name in ('plotly', 'matplotlib', 'prometheus_client'): sys.modules[name] = None\n"
         "import deep_ep.diagnose.__main__ as program\n"
         "program.main(['show', '--help'])\n"
     )

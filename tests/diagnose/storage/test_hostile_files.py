@@ -28,8 +28,9 @@ from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.cli import watch
 from deep_ep.diagnose.core import safe_files
 from deep_ep.diagnose.render import prometheus
+from deep_ep.diagnose.render.figure import write_picture
 from deep_ep.diagnose.render.html import write_page
-from deep_ep.diagnose.render.terminal import report, write_picture
+from deep_ep.diagnose.render.terminal import report
 from deep_ep.diagnose.storage import counter_archive, diagnosis_log, record_layout
 from deep_ep.diagnose.storage.diagnosis_log import read
 from deep_ep.diagnose.storage.loader import read_any
@@ -102,6 +103,7 @@ def test_texts_of_records_reach_pages_pictures_and_metrics_written_out(
     evil: Path, tmp_path: Path
 ) -> None:
     system_tools.package("prometheus_client")
+    system_tools.package("matplotlib")
     (record,) = read(evil)
     write_page([record], tmp_path / "page.html")
     prometheus.write_textfile([record], tmp_path / "x.prom")
@@ -380,12 +382,13 @@ def write_html(folder: Path) -> Path:
     return folder / "page.html"
 
 
-def write_svg(folder: Path) -> Path:
-    write_picture(SLOW.diagnosis, folder / "picture.svg")
-    return folder / "picture.svg"
+def write_png(folder: Path) -> Path:
+    system_tools.package("matplotlib")
+    write_picture(SLOW.diagnosis, folder / "picture.png")
+    return folder / "picture.png"
 
 
-WRITERS: list[Callable[[Path], Path]] = [write_record, write_counters, write_html, write_svg]
+WRITERS: list[Callable[[Path], Path]] = [write_record, write_counters, write_html, write_png]
 
 
 @pytest.mark.parametrize("write", WRITERS)
