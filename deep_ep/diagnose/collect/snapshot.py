@@ -8,12 +8,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Optional
-
-import numpy as np
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..core.diagnosis import Count, IntArray, Rank
-from ..core.package import PARTS, CounterSnapshot, EPArgumentError, codec, counters_of, env
+from ..core.package import CounterSnapshot, EPArgumentError, codec, counters_of
 
 if TYPE_CHECKING:
     from ..core.package import RecvCounters
@@ -43,8 +41,6 @@ def _require_fields(counters: CounterSnapshot, _: codec.Sides) -> CounterSnapsho
 
 
 NumRanks = Annotated[int, codec.Range(1), codec.Length(("num_ranks",))]
-_Pairs = Optional[Annotated[IntArray, ("calls", 2)]]
-_Triples = Optional[Annotated[IntArray, ("parts", 3)]]
 
 
 def _count_sources(num_ranks: int, sides: codec.Sides) -> int:
@@ -66,9 +62,6 @@ class Snapshot:
             "gateway combine" (what a gateway passes on), "normal dispatch" and "normal combine".
         device_index: index of the device on its host; the rank's place on its node on the cpu backend.
         node: the NVLink domain; ranks of one node share host and node.
-        calls: [n, 2] int64, number of a recent call and of its operation; `None` where calls are not recorded.
-        parts: [n, 3] int64, what the rank did around its operations: index in `deep_ep.observe.parts.PARTS`, begin, end; `None`
-            where there are none.
     """
 
     rank: Rank
@@ -78,8 +71,6 @@ class Snapshot:
     operations: Mapping[str, Annotated[CounterSnapshot, _require_fields]]
     device_index: Count = 0
     node: Count = 0
-    calls: _Pairs = None
-    parts: _Triples = None
 
     @property
     def operation(self) -> int:
@@ -187,25 +178,4 @@ def snapshot(buffer: Any, *, wait: bool = True) -> Snapshot:
         buffer: this rank's `deep_ep.Buffer`.
         wait: on a GPU, count what is queued on the current stream, too. False: what has run so far.
     """
-    taken = observe(buffer).snapshot(wait=wait)
-    return replace(taken, calls=_calls(buffer), parts=_parts(buffer))
-
-
-def _calls(buffer: Any) -> IntArray | None:
-    """See `Snapshot.calls`."""
-    runtime = buffer.communicator.runtime
-    recorded = [] if runtime is None else runtime.native.recorded_calls(most=env.recorder())
-    pairs = [
-        (call["call"], call["number"])
-        for call in recorded
-        if call["series"] == "operation" and call["number"]
-    ]
-    return np.array(pairs, np.int64) if pairs else None
-
-
-def _parts(buffer: Any) -> IntArray | None:
-    """See `Snapshot.parts`."""
-    stamps = buffer.communicator.parts
-    finished = [] if stamps is None else stamps.finished()
-    rows = [(PARTS.index(part.name), part.begin, part.end) for part in finished]
-    return np.array(rows, np.int64) if rows else None
+    return observe(buffer).snapshot(wait=wait)

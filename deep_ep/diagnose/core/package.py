@@ -31,7 +31,6 @@ from deep_ep.membership import rendezvous
 from deep_ep.observe import stamps
 from deep_ep.observe.copier import to_host
 from deep_ep.observe.counter_snapshot import CounterSnapshot
-from deep_ep.observe.parts import PARTS
 from deep_ep.observe.phases import counters_of
 
 if TYPE_CHECKING:
