@@ -8,13 +8,16 @@ The native module is built first, with the GPU's constants and a count of basic 
     python benchmarks/time_model.py --model H800 --ranks 1x8 --operation normal --num-tokens 4096
     python benchmarks/time_model.py --model H200 --ranks 1x8 --operation low-latency
     python benchmarks/time_model.py --ranks 4x8 --operation normal --num-tokens 1024 --shrink 2
+    python benchmarks/time_model.py --tune        what `python -m deep_ep.tune --model` reads, anew
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import _time_model
@@ -23,10 +26,15 @@ from _tables import Table
 from _time_model import Group, Operation
 from rich.console import Console
 
+from deep_ep.tune import choice, modelled
+from deep_ep.tune.trials import NUM_SMS, Times, Trial
 from deep_ep.types.config import Config, recommended_combine, recommended_dispatch
 
 PORTS = {"NVLink": "nvlink_bytes_per_ns", "network": "nic_bytes_per_ns"}
 CHUNKS = ("NVL_SEND", "NVL_RECV", "RDMA_SEND", "RDMA_RECV")
+# Of --tune: tokens of a rank by nodes of 8 ranks, and how far rows are shrunk. Of 8 nodes 512 take three minutes a setting.
+TUNED_TOKENS, TUNED_SHRINK = {1: 512, 2: 512, 4: 512, 8: 256}, 7
+RANKS_PER_NODE = 8
 # Of the picture, one for each of SPENT_FIELDS.
 COLOURS = ("tab:green", "tab:orange", "lightgrey", "tab:blue", "tab:purple", "tab:red", "tab:pink")
 
@@ -120,6 +128,39 @@ def draw(title: str, operations: Mapping[str, Operation], path: Path) -> None:
     figure.savefig(path, metadata=metadata)
 
 
+def tune(console: Console) -> None:
+    """Times of the settings that `python -m deep_ep.tune` tries, for all GPUs and the nodes of `TUNED_TOKENS`."""
+    by_costs: dict[tuple[float, ...], list[str]] = {}
+    for gpu in _time_model.gpus():
+        by_costs.setdefault(tuple(_time_model.costs_of(gpu).values()), []).append(gpu)
+    groups = [(gpus, nodes) for nodes in reversed(TUNED_TOKENS) for gpus in by_costs.values()]
+    # A process each: the native module simulates one group at a time.
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(_tune, *zip(*groups)))
+    modelled.write(sorted(found, key=lambda group: (group.gpus, group.num_nodes)))
+    console.print(f"written to {modelled.FILE}")
+
+
+def _tune(gpus: list[str], num_nodes: int) -> modelled.ModelledGroup:
+    num_ranks = num_nodes * RANKS_PER_NODE
+    num_tokens = TUNED_TOKENS[num_nodes]
+    shape = GroupShape(num_ranks, num_tokens, 7168, 8, 256)
+    costs = _time_model.costs_of(gpus[0])
+    group = Group(_time_model.load(), costs, shape, RANKS_PER_NODE, TUNED_SHRINK)
+    times: dict[Trial, Times] = {}
+
+    def measure(_: str, tried: Sequence[Trial]) -> list[Times]:
+        for trial in tried:
+            if trial not in times:
+                one = _time_model.normal(group, *trial)
+                times[trial] = Times(one["normal_dispatch"].us, one["normal_combine"].us)
+        return [times[trial] for trial in tried]
+
+    base = Trial(recommended_dispatch(num_ranks, 20), recommended_combine(num_ranks, 20))
+    choice.search(base, num_nodes, NUM_SMS, None, measure)
+    return modelled.ModelledGroup(gpus, num_nodes, RANKS_PER_NODE, num_tokens, times)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -137,6 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--costs", type=Path, metavar="FILE", help="costs that make gpu measured")
     parser.add_argument("--set", nargs="*", default=[], metavar="COST=VALUE")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="SVG or PNG of a block's time")
+    parser.add_argument(
+        "--tune", action="store_true", help="all settings; the other options are ignored"
+    )
     normal = parser.add_argument_group("normal mode; the recommended Config unless given")
     normal.add_argument("--num-sms", type=int, default=20)
     normal.add_argument("--no-bulk-copies", action="store_true", help="rows by lanes, not by TMA")
@@ -149,6 +193,9 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = _parser().parse_args()
     console = Console(width=160, highlight=False)
+    if args.tune:
+        tune(console)
+        return
     native = _time_model.load()
     num_nodes, ranks_per_node = map(int, args.ranks.split("x"))
     num_ranks = num_nodes * ranks_per_node

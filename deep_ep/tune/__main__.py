@@ -1,14 +1,18 @@
 """`torchrun --nproc-per-node 8 -m deep_ep.tune`: SMs and chunk sizes for a model, measured on this job.
 
+`python -m deep_ep.tune --model H200 --ranks 8x8` answers without a cluster, from a model of the GPU's time.
+
 Exit status: 0 measured or remembered, 1 the exchange failed or a file cannot be written, 2 bad arguments.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,8 +25,8 @@ from deep_ep.doctor.host import Host
 from deep_ep.doctor.job import Job, job_of
 from deep_ep.errors import EPArgumentError, EPError
 from deep_ep.native import backend
-from deep_ep.tune import choice, links, meeting, memory, trials
-from deep_ep.tune.choice import Experts
+from deep_ep.tune import choice, links, meeting, memory, modelled, trials
+from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Exchange, Model, Times, Trial
 
 _PROGRAM = "python -m deep_ep.tune"
@@ -32,9 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program on one rank and returns its exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if (given.model is None) != (given.ranks is None):
+        parser.error("--model and --ranks go together, such as --model H200 --ranks 8x8")
     experts = _experts(parser, given)
     console = Console(width=120, highlight=False)
     try:
+        if given.model is not None:
+            _look_up(console, experts, given)
+            return 0
         job = job_of(Host())
         if job is None:
             parser.error(
@@ -81,9 +90,7 @@ def _tune(console: Console, experts: Experts | None, given: argparse.Namespace, 
     # Where one host does not know it, or knows another one, it is measured again on all.
     is_new = tuned is None or everywhere.count(tuned) < job.size
     if tuned is None or is_new:
-        recommended = Trial(
-            Buffer.get_dispatch_config(job.size), Buffer.get_combine_config(job.size)
-        )
+        recommended = _recommended(job.size)
         # Buffers grow with SMs, and where a size is rounded up also with steps.
         largest = [
             trial
@@ -91,26 +98,40 @@ def _tune(console: Console, experts: Experts | None, given: argparse.Namespace, 
             for trial in trials.sm_trials(chunks, {max(given.num_sms), Buffer.num_sms})
         ]
         exchange = Exchange(dist.group.WORLD, model, largest)
-
-        def measure(title: str, tried: Sequence[Trial]) -> Sequence[Times]:
-            times = exchange.measure(tried, given.rounds)
-            _show(console, title, tried, times, experts)
-            return times
-
-        tuned = choice.search(recommended, exchange.num_nodes(), given.num_sms, experts, measure)
+        measure = functools.partial(exchange.measure, rounds=given.rounds)
+        num_nodes = exchange.num_nodes()
+        tuned = _search(console, recommended, num_nodes, given.num_sms, experts, measure)
         exchange.buffer.destroy()
     else:
         console.print("remembered; --again measures again")
-    console.print(f"take {tuned.reason}")
-    text = json.dumps(memory.sections(tuned), indent=1)
-    console.print(text)
     # One file that cannot be written does not cost the other.
     try:
-        if given.output is not None and job.rank == 0:
-            given.output.write_text(f"{text}\n")
+        _say(console, tuned, given.output if job.rank == 0 else None)
     finally:
         if job.local_rank == 0 and is_new:
             console.print(f"remembered in {memory.remember(model, job.size, experts, tuned)}")
+
+
+def _look_up(console: Console, experts: Experts | None, given: argparse.Namespace) -> None:
+    """Answers from what a model of the GPU computed, without ranks."""
+    num_nodes, per_node = given.ranks
+    group = modelled.find(given.model, num_nodes, per_node)
+    console.print(
+        f"{given.model}, by a model, not measured: {num_nodes} x {per_node} ranks, {group.tokens} "
+        f"tokens x 7168 x top-8 of 256 experts, FP8 out and BF16 back\n{modelled.ERROR}"
+    )
+    recommended = _recommended(num_nodes * per_node)
+    tuned = _search(console, recommended, num_nodes, given.num_sms, experts, group.measure)
+    _say(console, tuned, given.output)
+
+
+def _say(console: Console, tuned: Tuned, output: Path | None) -> None:
+    """Prints what to take, and writes it."""
+    console.print(f"take {tuned.reason}")
+    text = json.dumps(memory.sections(tuned), indent=1)
+    console.print(text)
+    if output is not None:
+        output.write_text(f"{text}\n")
 
 
 def _measure_links(console: Console, rounds: int) -> None:
@@ -126,29 +147,41 @@ def _measure_links(console: Console, rounds: int) -> None:
     console.print(f"for python -m deep_ep.diagnose: --links {given}")
 
 
-def _show(
+def _search(
     console: Console,
-    title: str,
-    tried: Sequence[Trial],
-    times: Sequence[Times],
+    base: Trial,
+    num_nodes: int,
+    num_sms: Sequence[int],
     experts: Experts | None,
-) -> None:
-    columns = ["SMs", "NVLink step", "RDMA step", "dispatch us", "combine us"]
-    if experts is not None:
-        columns += ["experts beside it us", "layer us"]
-    table = Table(*columns, title=title)
-    for trial, each in zip(tried, times):
-        num_sms = trial.dispatch.num_sms
-        # Where dispatch and combine differ, a step is written DISPATCH/COMBINE.
-        steps = [
-            "/".join(dict.fromkeys(str(getattr(config, name)) for config in trial))
-            for name in (trials.NVL_STEP, trials.RDMA_STEP)
-        ]
-        microseconds = [each.dispatch, each.combine]
+    measure: Callable[[Sequence[Trial]], Sequence[Times]],
+) -> Tuned:
+    """What to take of what was measured, which is shown."""
+
+    def measure_and_show(title: str, tried: Sequence[Trial]) -> Sequence[Times]:
+        times = measure(tried)
+        columns = ["SMs", "NVLink step", "RDMA step", "dispatch us", "combine us"]
         if experts is not None:
-            microseconds += [experts.beside(num_sms), choice.layer_us(trial, each, experts)]
-        table.add_row(str(num_sms), *steps, *(f"{us:.0f}" for us in microseconds))
-    console.print(table)
+            columns += ["experts beside it us", "layer us"]
+        table = Table(*columns, title=title)
+        for trial, each in zip(tried, times):
+            num_sms = trial.dispatch.num_sms
+            # Where dispatch and combine differ, a step is written DISPATCH/COMBINE.
+            steps = [
+                "/".join(dict.fromkeys(str(getattr(config, name)) for config in trial))
+                for name in (trials.NVL_STEP, trials.RDMA_STEP)
+            ]
+            microseconds = [each.dispatch, each.combine]
+            if experts is not None:
+                microseconds += [experts.beside(num_sms), choice.layer_us(trial, each, experts)]
+            table.add_row(str(num_sms), *steps, *(f"{us:.0f}" for us in microseconds))
+        console.print(table)
+        return times
+
+    return choice.search(base, num_nodes, num_sms, experts, measure_and_show)
+
+
+def _recommended(num_ranks: int) -> Trial:
+    return Trial(Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks))
 
 
 def _experts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Experts | None:
@@ -169,6 +202,14 @@ def _parser() -> argparse.ArgumentParser:
         prog=_PROGRAM,
         description="Measures dispatch and combine of a model with several chunk sizes and numbers of SMs, and says "
         "which to take. Run it under torchrun with the ranks of the job.",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="GPU",
+        help="measure nothing: answer from a model of an H100, H200 or H800, with --ranks; needs no GPU and no launcher",
+    )
+    parser.add_argument(
+        "--ranks", type=_nodes_and_ranks, metavar="NODESxRANKS", help="with --model: the group"
     )
     parser.add_argument("--tokens", type=_positive, default=4096, help="of each rank (4096)")
     parser.add_argument("--hidden", type=_positive, default=7168, help="channels (7168)")
@@ -199,6 +240,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer of at least 1")
     return int(text)
+
+
+def _nodes_and_ranks(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be nodes x ranks of each, such as 8x8")
+    return int(found[1]), int(found[2])
 
 
 def _even(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from deep_ep import Config
 from deep_ep.doctor.job import Job
-from deep_ep.tune import Model, Tuned, choice, meeting, memory, remembered, trials
+from deep_ep.tune import Model, Tuned, choice, meeting, memory, modelled, remembered, trials
 from deep_ep.tune import __main__ as program
 from deep_ep.tune.__main__ import main
 from deep_ep.tune.choice import Experts
@@ -136,6 +137,9 @@ def test_a_file_of_something_else_is_no_memory(text: str) -> None:
         (["--tokens", "0"], "at least 1"),
         (["--tokens", "many"], "'many'; it must be an integer of at least 1"),
         ([], "torchrun --nproc-per-node 8 -m deep_ep.tune"),
+        (["--model", "H200"], "--model and --ranks go together, such as --model H200 --ranks 8x8"),
+        (["--model", "H200", "--ranks", "64"], "'64'; it must be nodes x ranks of each"),
+        (["--ranks", "1x8"], "--model and --ranks go together"),
     ],
 )
 def test_bad_arguments_end_with_2(
@@ -162,6 +166,51 @@ def test_chunks_are_chosen_before_sms() -> None:
     assert tuned.combine_config == Config(8, 4, 256, 6, 128)
     assert measured == [1 + len(trials.NVL_SENDS), 2]
     assert "dispatch: " in tuned.reason
+
+
+def test_a_model_answers_for_each_gpu_without_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "config.json"
+    for gpu, num_nodes in itertools.product(("H100", "H200", "H800"), (1, 2, 4, 8)):
+        arguments = ["--model", gpu, "--ranks", f"{num_nodes}x8", "--output", str(output)]
+        assert main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert f"{gpu}, by a model, not measured" in printed
+        assert f"{num_nodes} x 8 ranks" in printed
+        sections = json.loads(output.read_text())
+        assert {Config(**section).num_sms for section in sections.values()} <= set(trials.NUM_SMS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "B300", "--ranks", "1x8"], "'B300' is not known; there are H100, H200, H800"),
+        (["--model", "H800", "--ranks", "1x8", "--num-sms", "2"], "2 SMs with these chunks"),
+        (
+            ["--model", "H800", "--ranks", "16x8"],
+            "16x8 ranks were not computed; there are 1x8, 2x8, 4x8, 8x8",
+        ),
+    ],
+)
+def test_what_was_not_computed_is_said(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_computed_groups_are_read_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modelled, "FILE", tmp_path / "modelled.json")
+    groups = [
+        modelled.ModelledGroup(["A", "B"], nodes, 8, 64, {BASE: Times(1.5, 2.5)})
+        for nodes in (1, 4)
+    ]
+    modelled.write(groups)
+    assert modelled.read() == groups
+    assert modelled.find("B", 4, 8) == groups[1]
 
 
 def test_arguments_that_differ_between_ranks_are_named(
