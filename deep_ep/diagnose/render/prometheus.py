@@ -1,7 +1,7 @@
 """Diagnoses as Prometheus metrics, for a scrape or for node-exporter's textfile collector.
 
-`docs/records.md` lists the names. Gauges are of the latest window of each group; the count of
-operations grows with every window that is added.
+`docs/records.md` lists the names. Gauges are of the latest window of each group, counters grow with
+every window that is added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.diagnosis import FloatArray
+import numpy as np
+
+from ..core.diagnosis import FloatArray, Measured
 from ..core.package import EPArgumentError, EPNotBuiltError, printable, replace_file
 from ..render import wording
 from ..storage.record import Record
@@ -25,27 +27,21 @@ _OF_GROUP, _OF_OPERATION = ("group",), ("group", "operation")
 _OF_RANK = ("group", "operation", "rank", "host", "device")
 _OF_VERDICT = ("group", "kind", "cause", "operation", "subject", "host")
 _US = "microseconds per operation"
-# The parts of waiting, which have a gauge by who waits and one by who is waited for.
-_PARTS = {
-    "wait_us": "Waiting",
-    "late_us": "Waiting before the sender entered",
-    "issue_us": "Waiting while the sender was sending",
-    "path_us": "Waiting after the sender had sent",
-}
+_FOR, _BY = "mean over the ranks waited for", "mean over the ranks that wait for this one"
 # What each gauge means, and its labels; "deep_ep_" stands before the names.
 _GAUGES = {
     "window_end_timestamp_seconds": ("End of the latest window", _OF_GROUP),
     "verdicts": ("Causes of waiting found in the latest window", _OF_GROUP),
     "verdict": (f"A cause of waiting in one operation: {_US} above the healthy ones", _OF_VERDICT),
     "duration_us": ("Microseconds a rank spends in the operation, median", _OF_OPERATION),
-    **{
-        name: (f"{part}, {_US}, mean over the ranks waited for", _OF_RANK)
-        for name, part in _PARTS.items()
-    },
-    **{
-        f"caused_{name}": (f"{part}, {_US}, mean over the ranks that wait for this one", _OF_RANK)
-        for name, part in _PARTS.items()
-    },
+    "wait_us": (f"Waiting, {_US}, {_FOR}", _OF_RANK),
+    "caused_wait_us": (f"Waiting, {_US}, {_BY}", _OF_RANK),
+    "late_us": (f"Waiting before the sender entered, {_US}, {_FOR}", _OF_RANK),
+    "caused_late_us": (f"Waiting before the sender entered, {_US}, {_BY}", _OF_RANK),
+    "issue_us": (f"Waiting while the sender was sending, {_US}, {_FOR}", _OF_RANK),
+    "caused_issue_us": (f"Waiting while the sender was sending, {_US}, {_BY}", _OF_RANK),
+    "path_us": (f"Waiting after the sender had sent, {_US}, {_FOR}", _OF_RANK),
+    "caused_path_us": (f"Waiting after the sender had sent, {_US}, {_BY}", _OF_RANK),
     "effective_gb_per_second": (
         "What the program gets: bytes into a rank over all its waiting, 10^9 bytes",
         _OF_RANK,
@@ -58,6 +54,11 @@ _GAUGES = {
         "Bytes out of a rank while they were on their way, 10^9 bytes",
         _OF_RANK,
     ),
+}
+_COUNTERS = {
+    "operations": ("Operations judged", _OF_OPERATION),
+    "received_bytes": ("Bytes received from other ranks", _OF_RANK),
+    "sent_bytes": ("Bytes sent to other ranks", _OF_RANK),
 }
 
 
@@ -81,12 +82,14 @@ def write_textfile(records: Iterable[Record], path: Path | str) -> None:
 
 
 class Metrics:
-    """What Prometheus is told: the latest window of each group, and how many operations there were in all."""
+    """What Prometheus is told: the latest window of each group, and sums over all windows."""
 
     def __init__(self, new_records: Callable[[], Iterable[Record]]) -> None:
         """Knows no window yet; `new_records` is called at each collection, which adds what it returns."""
         self._latest: dict[str, Record] = {}
         self._operations: dict[tuple[str, str], int] = {}
+        # Of each operation, the record that had it last, and bytes received and sent by its ranks.
+        self._bytes: dict[tuple[str, str], tuple[Record, FloatArray, FloatArray]] = {}
         self._new_records = new_records
         # Scrapes come from threads of a server.
         self._lock = threading.Lock()
@@ -96,6 +99,11 @@ class Metrics:
         for name, measured in record.diagnosis.measured.items():
             key = record.group, name
             self._operations[key] = self._operations.get(key, 0) + measured.num_operations
+            received, sent = _bytes_per_rank(record, measured)
+            before = self._bytes.get(key)
+            if before is not None and before[1].shape == received.shape:
+                received, sent = received + before[1], sent + before[2]
+            self._bytes[key] = record, received, sent
 
     def registry(self) -> CollectorRegistry:
         """A registry that collects from this object; names are known once there is a window."""
@@ -116,14 +124,16 @@ class Metrics:
         made = {}
         for name, (meaning, names) in _GAUGES.items():
             made[name] = core.GaugeMetricFamily(f"deep_ep_{name}", meaning, labels=names)
+        for name, (meaning, names) in _COUNTERS.items():
+            made[name] = core.CounterMetricFamily(f"deep_ep_{name}", meaning, labels=names)
         for record in self._latest.values():
             _add_gauges(made, record)
-        operations = core.CounterMetricFamily(
-            "deep_ep_operations", "Operations judged", labels=_OF_OPERATION
-        )
         for (group, operation), count in self._operations.items():
-            operations.add_metric([group, operation], count)
-        return [*made.values(), operations]
+            made["operations"].add_metric([group, operation], count)
+        for (_, operation), (record, received, sent) in self._bytes.items():
+            _add_ranks(made["received_bytes"], record, operation, received)
+            _add_ranks(made["sent_bytes"], record, operation, sent)
+        return list(made.values())
 
 
 def _add_gauges(families: Mapping[str, Any], record: Record) -> None:
@@ -140,7 +150,7 @@ def _add_gauges(families: Mapping[str, Any], record: Record) -> None:
         if math.isfinite(measured.duration_us):
             families["duration_us"].add_metric([group, operation], measured.duration_us)
         means = record.means(operation)
-        for name in _PARTS:
+        for name in ("wait_us", "late_us", "issue_us", "path_us"):
             _add_ranks(families[name], record, operation, means.waiting[name])
             _add_ranks(families[f"caused_{name}"], record, operation, means.waited_for[name])
         if measured.bandwidth is not None:
@@ -161,6 +171,18 @@ def serve(metrics: Metrics, host: str, port: int) -> Any:
     """Serves `/metrics` from a thread of its own; returns the HTTP server, which `shutdown()` ends."""
     server, _ = _client().start_http_server(port, host, metrics.registry())
     return server
+
+
+def _bytes_per_rank(record: Record, measured: Measured) -> tuple[FloatArray, FloatArray]:
+    """[num_ranks] each: bytes received and sent in the window; 0 where unknown, so that sums go on."""
+    means = record.means(measured.operation)
+    received, sent = means.waiting["bytes"], means.waited_for["bytes"]
+    # Bytes are counted by who receives them.
+    counted = np.isfinite(received)
+    return (
+        np.nan_to_num(received) * (received.size - 1) * measured.num_operations,
+        np.nan_to_num(sent) * (counted.sum() - counted) * measured.num_operations,
+    )
 
 
 def _client() -> Any:

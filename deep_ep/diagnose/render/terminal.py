@@ -24,7 +24,7 @@ from ..core import quantities, rank_blocks
 from ..core.causes import TITLES
 from ..core.diagnosis import Diagnosis, Measured, Verdict
 from ..core.rank_blocks import Blocks
-from ..core.robust_stats import median_of
+from ..core.robust_stats import lowest, median_of
 from ..render import bandwidths, wording
 
 _SHADES = "·░▒▓█"
@@ -38,8 +38,8 @@ _MOST_CELLS = 64
 _CALM_US = {"cuda": 10.0, "cpu": 100.0, "": 10.0}
 # Green, yellow, red, each dark enough for white and light enough for black text.
 _RAMP = ((46, 160, 67), (219, 187, 40), (215, 58, 45))
-# So many are listed.
-_MOST_OUTLIERS = 5
+# Of the ends of a list so many are named, and so many of single operations.
+_NAMED, _MOST_OUTLIERS = 3, 5
 # Of a pipe or file: more columns than any table has.
 _UNBOUNDED = 100_000
 
@@ -166,8 +166,7 @@ def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
     text.append(f"{m.operation}", style="bold")
     text.append(f": microseconds waited {per}{counted}\n")
     if not np.isfinite(wait_us).any():
-        waits = quantities.microseconds(median_of(m.own_wait_us))
-        text.append(f"no matrix stored for this window; a rank waits {waits} (median)")
+        text.append(_own_waiting(m))
         return text
     of = _blocks_for(diagnosis, console.width)
     labels = _row_labels(of)
@@ -194,6 +193,19 @@ def _blocks_for(diagnosis: Diagnosis, width: int) -> Blocks:
     if diagnosis.num_ranks <= min(_MOST_CELLS, width - _LABEL_WIDTH):
         return rank_blocks.single(diagnosis.num_ranks)
     return rank_blocks.at_most(min(_MOST_CELLS, width - _WIDEST_LABEL), diagnosis)
+
+
+def _own_waiting(m: Measured) -> str:
+    longest = [
+        f"{quantities.microseconds(-us)} rank {rank}" for rank, us in lowest(-m.own_wait_us, _NAMED)
+    ]
+    if not longest:
+        return "not known for any pair of ranks"
+    middle = quantities.microseconds(median_of(m.own_wait_us))
+    return (
+        f"no matrix stored for this window; a rank waits {middle} (median),\n"
+        f"longest {', '.join(longest)}"
+    )
 
 
 def _cell_meaning(of: Blocks) -> str:

@@ -103,11 +103,27 @@ def test_waiting_is_per_rank_that_waits_and_per_rank_waited_for(tmp_path: Path) 
             assert rate == getattr(measured.bandwidth, name)[2]
 
 
-def test_operations_add_up(tmp_path: Path) -> None:
-    fewer = fixtures.diagnosis(4, (), operations=["dispatch"])
-    found = samples(text_of([record(), record(), record(fewer)], tmp_path))
+def test_counters_grow_with_every_window(tmp_path: Path) -> None:
+    windows = [record(window=number) for number in (1, 2, 3)]
+    found = samples(text_of(windows, tmp_path))
     assert value(found, "deep_ep_operations_total", operation="dispatch") == 3 * 120
-    assert value(found, "deep_ep_operations_total", operation="combine") == 2 * 120
+    sent = 3 * 120 * 7 * 64 * 7168
+    assert value(found, "deep_ep_sent_bytes_total", operation="dispatch", rank=3) == sent
+    assert value(found, "deep_ep_received_bytes_total", operation="dispatch", rank=3) == sent
+
+
+def test_bytes_of_ranks_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    found = fixtures.diagnosis(4)
+    measured = found.measured["dispatch"]
+    counted = measured.bytes.copy()
+    counted[2] = np.nan
+    partial = replace(found, measured={"dispatch": replace(measured, bytes=counted)})
+    values = samples(text_of(record(partial), tmp_path))
+    each = 120 * 64 * 7168
+    assert value(values, "deep_ep_sent_bytes_total", rank=0) == 2 * each
+    assert value(values, "deep_ep_sent_bytes_total", rank=2) == 3 * each
+    assert value(values, "deep_ep_received_bytes_total", rank=0) == 3 * each
+    assert value(values, "deep_ep_received_bytes_total", rank=2) == 0
 
 
 def test_gauges_are_of_the_latest_window_of_each_group(tmp_path: Path) -> None:
@@ -120,6 +136,16 @@ def test_gauges_are_of_the_latest_window_of_each_group(tmp_path: Path) -> None:
     assert value(found, "deep_ep_verdicts", group="ep") == 0
     assert value(found, "deep_ep_verdicts", group="other") == len(fixtures.ALL_KINDS)
     assert value(found, "deep_ep_window_end_timestamp_seconds", group="ep") == 3.0
+
+
+def test_a_group_that_shrank_keeps_the_counters_of_operations_that_it_no_longer_has(
+    tmp_path: Path,
+) -> None:
+    fewer = fixtures.diagnosis(4, (), operations=["dispatch"])
+    found = samples(text_of([record(fixtures.diagnosis(8, ())), record(fewer)], tmp_path))
+    sent = 120 * 7 * 64 * 7168
+    assert value(found, "deep_ep_sent_bytes_total", operation="combine", rank=7) == sent
+    assert value(found, "deep_ep_sent_bytes_total", operation="dispatch", rank=3) == sent * 3 / 7
 
 
 def test_a_record_without_matrices_gives_the_same_metrics(tmp_path: Path) -> None:

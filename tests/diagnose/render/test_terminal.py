@@ -363,7 +363,9 @@ def test_a_window_without_matrices_says_so_and_shows_own_waiting() -> None:
     unknown = np.full((8, 8), np.nan)
     stored = {kind: replace(m, wait_us=unknown) for kind, m in found.measured.items()}
     text = printed(replace(found, measured=stored))
-    assert "no matrix stored for this window; a rank waits " in text
+    longest = int(np.argmax(found.measured["dispatch"].own_wait_us))
+    assert "no matrix stored for this window" in text
+    assert f"us rank {longest}" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
