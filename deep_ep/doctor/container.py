@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shutil
@@ -50,6 +51,19 @@ def _open_files(host: Host) -> Finding:
     if 0 <= limit < _LEAST_FILES:
         return warn(f"{limit}; less than {_LEAST_FILES}")
     return ok("unlimited" if limit == resource.RLIM_INFINITY else str(limit))
+
+
+@CHECKS.row(
+    "/proc", repair="mount /proc in the container without hidepid, or run all ranks as one user"
+)
+def _proc(host: Host) -> Finding:
+    """Ranks of a host map each other's memory through /proc/PID/fd, and stacks of ranks that hang are read there."""
+    if not os.access(host.path("/proc/self/maps"), os.R_OK):
+        return fail("/proc/self/maps cannot be read")
+    mount = re.search(r"^\S+ /proc proc \S*hidepid=(\w+)", host.text("/proc/mounts"), re.MULTILINE)
+    if mount and mount[1] not in ("0", "off"):
+        return warn(f"mounted with hidepid={mount[1]}: processes of others are hidden")
+    return ok("can be read")
 
 
 @CHECKS.row(

@@ -34,6 +34,7 @@ def ptrace(scope: str, capabilities: str) -> dict[str, str]:
         ("memlock", RDMA, 65536, FAIL, "64 KiB, and there are RDMA devices"),
         ("open files", {}, -1, OK, "unlimited"),
         ("open files", {}, 1024, WARN, "1024; less than 4096"),
+        ("/proc", {"/proc/mounts": "proc /proc proc rw,hidepid=2 0 0"}, -1, WARN, "hidepid=2"),
         ("ptrace", {}, -1, OK, "ptrace_scope 0, CAP_SYS_PTRACE no, system calls not filtered"),
         ("ptrace", ptrace("1", "0"), -1, WARN, "scope 1, CAP_SYS_PTRACE no, system calls filtered"),
         ("ptrace", ptrace("1", "80000"), -1, OK, "scope 1, CAP_SYS_PTRACE yes"),

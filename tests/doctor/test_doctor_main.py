@@ -22,7 +22,7 @@ MODEL = ("--tokens", "128", "--hidden", "7168", "--experts", "256", "--topk", "8
 # Those that every machine has.
 LINES = (
     "deep_ep, deep_ep._cpu, deep_ep._cuda, deep_ep._cuda_nvshmem, torch, NVSHMEM, NVSHMEM in process, "
-    "GPU, RDMA ports, /dev/shm, memlock, open files, ptrace, memory of container, variables, timeout, "
+    "GPU, RDMA ports, /dev/shm, memlock, open files, /proc, ptrace, memory of container, variables, timeout, "
     "kernels of others, sizes, queue depth, memory per GPU"
 )
 
