@@ -129,13 +129,15 @@ def _with_verdict(error: EPTimeoutError, where: str, verdict: HangVerdict | None
     if verdict is None:
         return error
     error.verdict = verdict
-    said = wording.line(verdict)
-    if verdict.ranks == error.missing_ranks or error.dead_ranks or error.left_ranks:
+    said, paths = wording.line(verdict), {path for cause in verdict.causes for path in cause.paths}
+    same_paths = not paths or paths == {*error.broken_paths}
+    is_same = verdict.ranks == error.missing_ranks and same_paths
+    if is_same or error.dead_ranks or error.left_ranks:
         error.args = (f"{error} While ranks waited: {said}.",)
         return error
     error.args = (f"{where}: {said}. {wording.advice(verdict.causes[0])}",)
     error.missing_ranks = verdict.ranks
-    error.broken_paths = tuple(path for cause in verdict.causes for path in cause.paths)
+    error.broken_paths = tuple(sorted(paths))
     error.last_seen = {rank: error.last_seen.get(rank, 0) for rank in verdict.ranks}
     return error
 

@@ -14,6 +14,7 @@ from deep_ep.errors import (
     EPTransportError,
 )
 from deep_ep.hang import messages
+from deep_ep.hang.cause import HangCause, HangVerdict
 from deep_ep.hang.messages import (
     AskProgress,
     Dispatcher,
@@ -423,6 +424,20 @@ def test_the_error_says_who_is_dead_and_who_waits() -> None:
         "ended); ranks 0-2 wait for it in operation 73."
     )
     assert words(decision, 0) == words(decision, 2)
+
+
+def test_paths_that_the_inquiry_found_are_those_of_the_error() -> None:
+    """Who waits for rank 0, which waits for its own row, says so too once it gives up."""
+    decision = Decision(OP, paths=((0, 2),), waiting={0: 73, 2: 73})
+    cause = HangCause(
+        "not_arrived", (), "operation", 73, "low_latency_dispatch", "rows", paths=((1, 0),)
+    )
+    verdict = HangVerdict(buffer="b0", num_ranks=4, ranks_per_node=0, causes=(cause,))
+    error = error_from_failure(FAILURE, 2, decision, PLACES, verdict)
+    assert isinstance(error, EPTimeoutError)
+    assert (error.missing_ranks, error.broken_paths) == ((), ((1, 0),))
+    assert "1 > 0" in str(error)
+    assert "0 > 2" not in str(error)
 
 
 def test_the_error_says_where_the_others_are() -> None:
