@@ -3,7 +3,7 @@
 A mailbox lives on a `torch.distributed` store: that of the process group where it can be used, else
 one of its own. Connections are its own in any case, so that whoever waits here keeps nobody waiting.
 A key has one reader and is deleted when read: a job of weeks does not fill the store. What nobody
-reads stays until the store goes; `discard` takes it out.
+reads stays until the store goes.
 
 `Rounds` is how a background thread of every rank uses it: rank 0 calls, the others answer.
 """
@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 import uuid
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any
@@ -35,8 +34,6 @@ _CONNECT_S = 30.0
 _LONGEST = timedelta(days=20)
 # A wait that ends by timeout is loud in a TCPStore, so bounded waits look now and then: chosen.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
-# Answers that come too late and have not been found yet; at least those of one round.
-_UNREAD_KEPT = 64
 
 
 def is_lost(error: Exception) -> bool:
@@ -55,12 +52,12 @@ class Mailbox:
     def __init__(
         self, rank: int, size: int, name: str, connect: Callable[[], Any], kept: object
     ) -> None:
-        """Internal: use `open_mailbox` or `mailbox_in`.
+        """Waits for nobody; `open_mailbox` finds a store that all ranks have.
 
         Args:
             rank: this rank.
             size: number of ranks.
-            name: what the keys of this mailbox begin with.
+            name: what the keys of this mailbox begin with; equal on all ranks, and of no other one in this store.
             connect: makes a connection to the store; one is for waiting, another for posting.
             kept: what must live as long as the mailbox, a store's server.
 
@@ -108,17 +105,12 @@ class Mailbox:
         self._inbox.delete_key(key)
         return None if self._closed.is_set() else data
 
-    def discard(self, key: str) -> bool:
-        """Deletes what is under `key`, if there is anything; says whether there was.
+    def holds(self, key: str) -> bool:
+        """Whether there is anything under `key`.
 
         Raises:
             RuntimeError: the store is gone.
         """
-        # Asked first, because not every store forgives the deletion of what is not there.
-        return self.holds(key) and bool(self._outbox.delete_key(key))
-
-    def holds(self, key: str) -> bool:
-        """Whether there is anything under `key`. Raises as `discard`."""
         return bool(self._outbox.check([key]))
 
     def close(self) -> None:
@@ -168,36 +160,36 @@ class Rounds:
     def __init__(self, mailbox: Mailbox) -> None:
         self.silent: dict[int, tuple[int, float]] = {}
         self._mailbox = mailbox
-        self._others = set(range(1, mailbox.size))
-        # Whose last answer was not read; and in how many rounds a rank had not even taken its call.
-        self._owing: set[int] = set()
-        self._passed_over = Counter[int]()
-        self._unread: deque[str] = deque(maxlen=max(_UNREAD_KEPT, mailbox.size))
+        # On rank 0: how many calls were posted for each of the others.
+        self._posted = dict.fromkeys(range(1, mailbox.size), 0)
+        # On the others: how many were taken, and the number of the round of the last one.
+        self._taken, self._round = 0, b""
 
     def call(self, number: int, data: bytes) -> None:
-        """Rank 0: begins a round. Who has not taken the call before finds this one in its place."""
-        for rank in self._owing & self._others:
-            before = self._number_of(rank, number - 1)
-            if self._mailbox.holds(_key("call", before, rank)):
-                self._passed_over[rank] += 1
-            else:
-                self._unread.append(_key("answer", before, rank))
-        for rank in self._others:
-            self._mailbox.post(_key("call", self._number_of(rank, number), rank), data)
+        """Rank 0: begins a round. Who has not taken an earlier call keeps that one, so they do not pile up."""
+        for rank, posted in self._posted.items():
+            if not self._mailbox.holds(_call(posted, rank)):
+                self._posted[rank] = posted + 1
+                self._mailbox.post(_call(posted + 1, rank), b"%d %b" % (number, data))
 
-    def end(self, number: int, data: bytes) -> None:
-        """Rank 0: the last call. The others wait for that of this round, or have had it and wait for the next."""
-        for rank in self._others:
-            for each in (number, number + 1):
-                self._mailbox.post(_key("call", self._number_of(rank, each), rank), data)
+    def end(self, data: bytes) -> None:
+        """Rank 0: the last call, for who has taken the one before and who has not; another thread may be in `call`."""
+        for rank, posted in self._posted.items():
+            for each in range(posted, posted + 3):
+                self._mailbox.post(_call(each, rank), b"0 %b" % data)
 
-    def await_call(self, number: int) -> bytes | None:
-        """Another rank: what its `number`-th round is about; `None` if the mailbox was closed."""
-        return self._mailbox.wait(_key("call", number, self._mailbox.rank), None)
+    def await_call(self) -> bytes | None:
+        """Another rank: what its next round is about; `None` if the mailbox was closed."""
+        said = self._mailbox.wait(_call(self._taken + 1, self._mailbox.rank), None)
+        if said is None:
+            return None
+        self._taken += 1
+        self._round, _, data = said.partition(b" ")
+        return data
 
-    def answer(self, number: int, data: bytes) -> None:
-        """Another rank: says its part."""
-        self._mailbox.post(_key("answer", number, self._mailbox.rank), data)
+    def answer(self, data: bytes) -> None:
+        """Another rank: says its part in the round that it was called for last, in the place of an answer not read."""
+        self._mailbox.post(_answer(self._mailbox.rank), b"%b %b" % (self._round, data))
 
     def leave(self, data: bytes) -> None:
         """Another rank: answers whatever round comes next, which is its last."""
@@ -220,45 +212,48 @@ class Rounds:
         """
         deadline = time.monotonic() + timeout_s
         answers = {}
-        for rank in sorted(self._others, key=lambda rank: (rank in self.silent, rank)):
-            key = _key("answer", self._number_of(rank, number), rank)
+        for rank in sorted(self._posted, key=lambda rank: (rank in self.silent, rank)):
             if rank in self.silent:
                 deadline = min(deadline, time.monotonic() + silent_s)
-            left_s = max(deadline - time.monotonic(), 0.0)
-            data = None if rank in without else self._mailbox.wait(key, left_s)
-            self._owing.discard(rank)
+            data = None if rank in without else self._answer_of(rank, number, deadline)
             if data is None:
-                self._owing.add(rank)
                 data = self._mailbox.wait(_goodbye(rank), 0)
                 if data is not None:
                     self.dismiss([rank])
-            if rank in without:
-                self.silent.pop(rank, None)
-            elif data is None:
+            if data is None and rank not in without:
                 self.silent.setdefault(rank, (number, time.time()))
-            else:
-                self.silent.pop(rank, None)
+                continue
+            self.silent.pop(rank, None)
+            if data is not None and rank not in without:
                 answers[rank] = data
-        for late in list(self._unread):
-            if self._mailbox.discard(late):
-                self._unread.remove(late)
         return answers
+
+    def _answer_of(self, rank: int, number: int, deadline: float) -> bytes | None:
+        """What a rank says in this round; what it said too late in an earlier one is dropped."""
+        while True:
+            said = self._mailbox.wait(_answer(rank), max(deadline - time.monotonic(), 0.0))
+            if said is None:
+                return None
+            round_, _, data = said.partition(b" ")
+            if round_ == b"%d" % number:
+                return data
 
     def dismiss(self, ranks: Iterable[int]) -> None:
         """Rank 0: these ranks are not called any more."""
-        self._others.difference_update(ranks)
+        for rank in ranks:
+            self._posted.pop(rank, None)
 
-    def _number_of(self, rank: int, number: int) -> int:
-        """What a rank calls a round."""
-        return number - self._passed_over[rank]
+
+def _call(number: int, rank: int) -> str:
+    return f"call/{number}/{rank}"
+
+
+def _answer(rank: int) -> str:
+    return f"answer/{rank}"
 
 
 def _goodbye(rank: int) -> str:
     return f"goodbye/{rank}"
-
-
-def _key(type_: str, number: int, rank: int) -> str:
-    return f"{type_}/{number}/{rank}"
 
 
 def open_mailbox(group: Group, name: str) -> Mailbox:
@@ -292,21 +287,6 @@ def open_mailbox(group: Group, name: str) -> Mailbox:
 
     rendezvous.together(group, "opening a mailbox", open_it)
     return opened[0]
-
-
-def mailbox_in(store: Any, name: str, rank: int, size: int) -> Mailbox:
-    """Opens a mailbox in a store that all ranks have. Waits for nobody.
-
-    Args:
-        store: a TCPStore, or a prefix of one, as `store_of` gives.
-        name: equal on all ranks, and of no other mailbox in this store.
-        rank: this rank.
-        size: number of ranks.
-
-    Raises:
-        RuntimeError: the store cannot be reached.
-    """
-    return Mailbox(rank, size, name, store.clone, store)
 
 
 def store_of(group: Group) -> Any:

@@ -169,13 +169,12 @@ class Monitor:
     def _follow(self) -> None:
         last = False
         while not last:
-            self._window += 1
-            data = self._rounds.await_call(self._window)
+            data = self._rounds.await_call()
             if data is None:
                 return
             try:
-                where = f"diagnose: window {self._window}, from rank 0"
-                call = wire.decode(_Call, data, where, {"num_ranks": self._mailbox.size})
+                sides = {"num_ranks": self._mailbox.size}
+                call = wire.decode(_Call, data, "diagnose: from rank 0", sides)
             except EPArgumentError as error:
                 if not self._refused:
                     say(f"rank 0's word on a window is left out: {error}")
@@ -272,7 +271,7 @@ class Monitor:
         return () if buffer is None else tuple(sorted(buffer.communicator.masks.known()))
 
     def _answer(self, share: Share) -> None:
-        self._rounds.answer(self._window, codec.encode(share))
+        self._rounds.answer(codec.encode(share))
 
     def _leave(self) -> None:
         """This rank ends before the others; rank 0 is not to miss it."""
@@ -295,7 +294,7 @@ class Monitor:
             if rank != 0:
                 self._answer(Share(None, (f"rank {rank} stopped: {why}",)))
             else:
-                self._rounds.end(self._window, codec.encode(_Call(None, last=True)))
+                self._rounds.end(codec.encode(_Call(None, last=True)))
         except RuntimeError:
             # The store is gone and with it rank 0's process, or that says so itself.
             level = logging.INFO if rank else level

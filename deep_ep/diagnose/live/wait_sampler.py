@@ -7,6 +7,7 @@ adds meanwhile.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -100,7 +101,6 @@ class WaitSampler:
         self._take, self._judge, self._failed = take, judge, failed
         self._interval_s = interval_s
         self._warming_time_s = warming_time_s
-        self._number = 0
         self._hosts = [""] * mailbox.size
         self._stopped = StopFlag()
         self._pid = os.getpid()
@@ -120,7 +120,7 @@ class WaitSampler:
             self._stopped.set()
             if self._mailbox.rank == 0:
                 with contextlib.suppress(RuntimeError):  # closed, or the store is gone
-                    self._rounds.end(self._number, _LAST)
+                    self._rounds.end(_LAST)
             self._mailbox.close()
         # Garbage is collected in any thread, this one included.
         if threading.current_thread() is not self._thread:
@@ -140,21 +140,19 @@ class WaitSampler:
                 self._mailbox.close()
 
     def _ask(self) -> None:
-        pause_s = self._warming_time_s
-        while not self._stopped.wait(pause_s):
-            pause_s = self._interval_s
-            self._rounds.call(self._number, _NEXT)
+        for number in itertools.count():
+            if self._stopped.wait(self._interval_s if number else self._warming_time_s):
+                return
+            self._rounds.call(number, _NEXT)
             answers = {0: self._mine()}
             answer_s = max(self._interval_s, _ANSWER_S)
-            answers.update(self._rounds.collect(self._number, answer_s, _SILENT_S))
-            if self._number and not self._stopped.is_set():
-                self._judge(self._window(self._number, answers))
-            self._number += 1
+            answers.update(self._rounds.collect(number, answer_s, _SILENT_S))
+            if number and not self._stopped.is_set():
+                self._judge(self._window(number, answers))
 
     def _answer(self) -> None:
-        while self._rounds.await_call(self._number) == _NEXT:
-            self._rounds.answer(self._number, self._mine())
-            self._number += 1
+        while self._rounds.await_call() == _NEXT:
+            self._rounds.answer(self._mine())
 
     def _mine(self) -> bytes:
         return codec.encode(replace(self._take(), host=socket.gethostname()))

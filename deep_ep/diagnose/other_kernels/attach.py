@@ -22,7 +22,7 @@ import torch
 
 from ..analyze.waits_only.lasting import LEAST_RANKS
 from ..core.package import EPArgumentError, EPTypeError, Group, as_group, env
-from ..live.mailbox import Mailbox, is_lost, mailbox_in, open_mailbox, store_of
+from ..live.mailbox import Mailbox, is_lost, open_mailbox, store_of
 from ..live.wait_sampler import WaitSampler, Window
 from ..live.window_log import reason, say
 from .entries import EntryWaits, counts_entries, entries
@@ -244,7 +244,7 @@ class _RanksOf:
             return open_mailbox(self._group, "attach")
         number = _numbers[self._name, self.rank]
         _numbers[self._name, self.rank] += 1
-        return mailbox_in(self._store, f"attach/{number}", self.rank, self.size)
+        return Mailbox(self.rank, self.size, f"attach/{number}", self._store.clone, self._store)
 
 
 class _Signature:

@@ -118,12 +118,11 @@ def test_a_destructor_may_close_a_mailbox_whose_lock_its_own_thread_holds() -> N
     assert box.wait("key", None) is None
 
 
-def test_what_nobody_reads_can_be_discarded(boxes: list[Mailbox]) -> None:
-    zero, one, _ = boxes
-    one.post("too late", b"x")
-    assert zero.discard("too late")
-    assert not zero.discard("too late")
-    assert zero.wait("too late", 0) is None
+def answer(rounds: Rounds, data: bytes) -> bytes | None:
+    """Takes the next call and answers it; what it was about."""
+    about = rounds.await_call()
+    rounds.answer(data)
+    return about
 
 
 def test_in_a_round_rank_0_calls_and_the_others_answer(
@@ -131,36 +130,38 @@ def test_in_a_round_rank_0_calls_and_the_others_answer(
 ) -> None:
     for number in range(3):
         rounds[0].call(number, b"what?")
-        for rank in (1, 2):
-            assert rounds[rank].await_call(number) == b"what?"
-            rounds[rank].answer(number, bytes([rank]))
+        assert [answer(rounds[rank], bytes([rank])) for rank in (1, 2)] == [b"what?"] * 2
         assert rounds[0].collect(number, 10) == {1: b"\x01", 2: b"\x02"}
     assert rounds[0].silent == {}
     boxes[1].close()
-    assert rounds[1].await_call(3) is None
+    assert rounds[1].await_call() is None
 
 
 def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_behind(
     boxes: list[Mailbox], rounds: list[Rounds]
 ) -> None:
     for number in range(3):
-        rounds[0].call(number, b"what?")
+        rounds[0].call(number, b"%d" % number)
         if number == 0:
-            assert rounds[1].await_call(0) == b"what?"
-        rounds[2].answer(number, b"2")
+            assert rounds[1].await_call() == b"0"
+        answer(rounds[2], b"2")
         began = time.monotonic()
         assert rounds[0].collect(number, 0.05 if number == 0 else 60, 0.01) == {2: b"2"}
         assert time.monotonic() - began < 30, "a silent rank is waited for as if it were not"
     ((rank, (missed, since)),) = rounds[0].silent.items()
     assert (rank, missed) == (1, 0)
     assert 0 <= time.time() - since < 60
-    rounds[1].answer(0, b"late")
-    rounds[0].call(3, b"and now?")
-    assert rounds[1].await_call(1) == b"and now?", "not what others were asked meanwhile"
-    rounds[1].answer(1, b"1")
-    assert rounds[0].collect(3, 0.05) == {1: b"1"}
+    rounds[1].answer(b"late")
+    assert answer(rounds[1], b"late, too") == b"1", "the first call that it had not taken"
+    rounds[0].call(3, b"3")
+    assert rounds[0].collect(3, 0.05) == {}, "answers to other rounds"
+    assert answer(rounds[1], b"late again") == b"3"
+    rounds[0].call(4, b"4")
+    assert answer(rounds[1], b"1") == b"4"
+    assert rounds[0].collect(4, 0.05) == {1: b"1"}
     assert list(rounds[0].silent) == [2]
-    assert not any(boxes[0].holds(f"{key}/{n}/1") for key in ("call", "answer") for n in range(4))
+    assert not boxes[0].holds("answer/1")
+    assert not any(boxes[0].holds(f"call/{n}/1") for n in range(6))
 
 
 def test_calls_that_nobody_takes_do_not_fill_the_store(
@@ -171,17 +172,34 @@ def test_calls_that_nobody_takes_do_not_fill_the_store(
         rounds[0].call(number, bytes([number]))
         rounds[0].collect(number, 0, without=[1])
     for rank in (1, 2):
-        assert [boxes[0].holds(f"call/{n}/{rank}") for n in range(6)] == [True] + [False] * 5
-        assert rounds[rank].await_call(0) == b"\x05"
-        rounds[rank].answer(0, b"here")
+        assert [boxes[0].holds(f"call/{n}/{rank}") for n in range(7)] == [False, True, *[False] * 5]
+        assert answer(rounds[rank], b"here") == b"\x00"
     rounds[0].call(6, b"6")
-    assert rounds[1].await_call(1) == b"6"
-    rounds[1].answer(1, b"1")
+    assert answer(rounds[1], b"1") == b"6"
     assert rounds[0].collect(6, 0.05) == {1: b"1"}
-    assert not boxes[0].holds("answer/0/2"), "it came too late"
-    rounds[0].end(6, b"last")
-    assert rounds[1].await_call(2) == b"last", "it has had the sixth"
-    assert rounds[2].await_call(1) == b"last"
+    assert not boxes[0].holds("answer/2"), "it came too late"
+    rounds[0].end(b"last")
+    assert rounds[1].await_call() == b"last", "it has had the sixth"
+    assert rounds[2].await_call() == b"last"
+
+
+def test_the_end_comes_although_a_call_is_posted_meanwhile(
+    boxes: list[Mailbox], rounds: list[Rounds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread ends the rounds than calls."""
+    post = boxes[0].post
+
+    def end_before(key: str, data: bytes) -> None:
+        monkeypatch.setattr(boxes[0], "post", post)
+        rounds[0].end(b"last")
+        post(key, data)
+
+    rounds[0].call(0, b"what?")
+    assert rounds[1].await_call() == b"what?"
+    monkeypatch.setattr(boxes[0], "post", end_before)
+    rounds[0].call(1, b"and now?")
+    assert rounds[1].await_call() == b"and now?"
+    assert rounds[1].await_call() == b"last"
 
 
 def test_silent_ranks_are_waited_for_together(
@@ -206,9 +224,12 @@ def test_silent_ranks_are_waited_for_together(
 def test_who_is_left_out_is_neither_waited_for_nor_missed_and_what_it_says_is_dropped(
     boxes: list[Mailbox], rounds: list[Rounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds[2].answer(0, b"2")
-    assert rounds[0].collect(0, 0.01) == {2: b"2"}
-    assert list(rounds[0].silent) == [1]
+    def turn(number: int, **how: Any) -> dict[int, bytes]:
+        rounds[0].call(number, b"what?")
+        answer(rounds[2], b"2")
+        return rounds[0].collect(number, 10, **how)
+
+    rounds[0].silent[1] = (0, 0.0)
     awaited: list[str] = []
     wait = boxes[0].wait
 
@@ -218,13 +239,13 @@ def test_who_is_left_out_is_neither_waited_for_nor_missed_and_what_it_says_is_dr
 
     monkeypatch.setattr(boxes[0], "wait", note)
     for number in (1, 2):
-        rounds[2].answer(number, b"2")
-        assert rounds[0].collect(number, 60, without=[1]) == {2: b"2"}
-        assert f"answer/{number}/1" not in awaited
+        assert turn(number, without=[1]) == {2: b"2"}
+        assert "answer/1" not in awaited
         assert rounds[0].silent == {}
-        rounds[1].answer(number + 1, b"early")
-    rounds[2].answer(3, b"2")
-    assert rounds[0].collect(3, 10) == {1: b"early", 2: b"2"}
+        answer(rounds[1], b"dropped")
+    rounds[0].call(3, b"what?")
+    assert [answer(rounds[rank], b"here") for rank in (1, 2)] == [b"what?"] * 2
+    assert rounds[0].collect(3, 10) == {1: b"here", 2: b"here"}
 
 
 def test_who_leaves_answers_the_next_round_and_is_not_missed_after_it(
@@ -233,7 +254,8 @@ def test_who_leaves_answers_the_next_round_and_is_not_missed_after_it(
     rounds[1].leave(b"bye")
     boxes[1].close()
     for number, expected in ((7, {1: b"bye", 2: b"2"}), (8, {2: b"2"})):
-        rounds[2].answer(number, b"2")
+        rounds[0].call(number, b"what?")
+        answer(rounds[2], b"2")
         assert rounds[0].collect(number, 0.05) == expected
     assert rounds[0].silent == {}
 
@@ -244,8 +266,8 @@ def test_who_is_dismissed_is_neither_called_nor_waited_for(
     rounds[0].dismiss([1])
     rounds[0].dismiss([1])
     rounds[0].call(0, b"what?")
-    assert boxes[1].wait("call/0/1", 0) is None
-    rounds[2].answer(0, b"2")
+    assert boxes[1].wait("call/1/1", 0) is None
+    answer(rounds[2], b"2")
     assert rounds[0].collect(0, 60) == {2: b"2"}
     assert rounds[0].silent == {}
 

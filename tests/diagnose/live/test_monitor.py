@@ -189,8 +189,8 @@ def test_windows_are_judged_in_another_process_while_the_program_runs(
 ) -> None:
     answer = Rounds.answer
 
-    def plant(self: Rounds, number: int, data: bytes) -> None:
-        answer(self, number, b"no share" if self._mailbox.rank == 3 and number == 1 else data)
+    def plant(self: Rounds, data: bytes) -> None:
+        answer(self, b"no share" if (self._mailbox.rank, self._taken) == (3, 1) else data)
 
     monkeypatch.setattr(Rounds, "answer", plant)
     meet = threading.Barrier(SHAPE.num_ranks, timeout=HANG_S)
