@@ -173,8 +173,8 @@ class Rounds:
                 self._mailbox.post(_call(posted + 1, rank), b"%d %b" % (number, data))
 
     def end(self, data: bytes) -> None:
-        """Rank 0: the last call, for who has taken the one before and who has not; another thread may be in `call`."""
-        for rank, posted in self._posted.items():
+        """Rank 0: the last call, for who has taken the one before and who has not; another thread may call meanwhile."""
+        for rank, posted in list(self._posted.items()):
             for each in range(posted, posted + 3):
                 self._mailbox.post(_call(each, rank), b"0 %b" % data)
 

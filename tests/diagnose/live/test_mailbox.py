@@ -183,23 +183,28 @@ def test_calls_that_nobody_takes_do_not_fill_the_store(
     assert rounds[2].await_call() == b"last"
 
 
+@pytest.mark.parametrize("step", ["holds", "post"])
 def test_the_end_comes_although_a_call_is_posted_meanwhile(
-    boxes: list[Mailbox], rounds: list[Rounds], monkeypatch: pytest.MonkeyPatch
+    boxes: list[Mailbox], rounds: list[Rounds], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Another thread ends the rounds than calls."""
-    post = boxes[0].post
+    """Another thread ends the rounds than calls: here behind the question whether to post, and before the post."""
+    of_box = getattr(boxes[0], step)
 
-    def end_before(key: str, data: bytes) -> None:
-        monkeypatch.setattr(boxes[0], "post", post)
+    def end_within(*given: Any) -> Any:
+        monkeypatch.setattr(boxes[0], step, of_box)
+        if step == "post":
+            rounds[0].end(b"last")
+            return of_box(*given)
+        answer = of_box(*given)
         rounds[0].end(b"last")
-        post(key, data)
+        return answer
 
     rounds[0].call(0, b"what?")
     assert rounds[1].await_call() == b"what?"
-    monkeypatch.setattr(boxes[0], "post", end_before)
+    monkeypatch.setattr(boxes[0], step, end_within)
     rounds[0].call(1, b"and now?")
     assert rounds[1].await_call() == b"and now?"
-    assert rounds[1].await_call() == b"last"
+    assert boxes[1].wait("call/3/1", 10) == b"0 last", "the next call"
 
 
 def test_silent_ranks_are_waited_for_together(
