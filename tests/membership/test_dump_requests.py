@@ -109,9 +109,10 @@ def test_a_folder_that_cannot_be_written_is_said(
 @pytest.mark.parametrize(
     "said", [b"[" * 100_000 + b"\n", b'{"type":"AskState","inquiry":1,"rank":0}\n', b""]
 )
-def test_what_is_no_request_ends_nothing(said: bytes, buffer_name: str, place: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(place / os.listdir(place)[0]))
+@pytest.mark.usefixtures("buffer_name")
+def test_what_is_no_request_ends_nothing(said: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger, request.meeting_place() as place:
+        stranger.connect(str(next(place.iterdir())))
         stranger.sendall(said)
     (hurried,) = request.ask(str(os.getpid()))
     hurried[1].close()
