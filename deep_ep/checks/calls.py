@@ -68,7 +68,11 @@ class LowLatencyCombine(BufferCall):
     name = COMBINE
     rules = TENSORS[COMBINE]
     flags = ("use_logfmt", "zero_copy", "async_finish", "return_recv_hook")
-    numbers = (*("handle.num_max_dispatch_tokens_per_rank", "handle.hidden", "handle.num_experts"),)
+    numbers = (
+        "handle.num_max_dispatch_tokens_per_rank",
+        "handle.hidden",
+        "handle.num_experts",
+    )
 
 
 class StreamCall(BufferCall):
@@ -118,7 +122,9 @@ class ElasticDispatch(ElasticCall):
     rules = TENSORS["elastic_dispatch"]
     flags = (
         *ElasticCall.flags,
-        *("do_handle_copy", "do_zero_padding", "use_tma_aligned_col_major_sf"),
+        "do_handle_copy",
+        "do_zero_padding",
+        "use_tma_aligned_col_major_sf",
     )
 
 
