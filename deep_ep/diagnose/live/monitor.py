@@ -154,7 +154,7 @@ class Monitor:
                 call = _Call(operation if enough else None, last)
                 self._rounds.call(self._window, codec.encode(call))
                 if enough:
-                    window = self._heard(self._share(operation, now), last)
+                    window = self._heard(self._share(operation), last)
                     self._rounds.dismiss(judge.judge(window, self._ended.is_set))
 
     def _heard(self, own: Share, last: bool) -> WindowShares:
@@ -182,7 +182,8 @@ class Monitor:
                 continue
             last = call.last
             if call.operation is not None:
-                self._answer(self._share(call.operation, self._reach(call.operation)))
+                self._reach(call.operation)
+                self._answer(self._share(call.operation))
 
     def _end_of_window(self) -> tuple[Snapshot, int, bool]:
         """Waits for the end of a window: the counters then, its last operation, whether it is the last."""
@@ -224,20 +225,20 @@ class Monitor:
             self._ended.wait(min(max(pause_s, _SHORTEST_LOOK_S), _LONGEST_LOOK_S))
             num_ops = self._observe().num_ops()
 
-    def _reach(self, operation: int) -> Snapshot:
-        """The counters when that operation has ended here; earlier if it does not come to its end."""
+    def _reach(self, operation: int) -> None:
+        """Waits until that operation has ended here, if it comes to its end."""
         deadline = time.monotonic() + _REACH_S
         pause_s = _SHORTEST_LOOK_S
-        while True:
-            now = self._snapshot()
-            if now.operation >= operation or time.monotonic() > deadline:
-                return now
+        while self._snapshot().operation < operation and time.monotonic() <= deadline:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
-    def _share(self, operation: int, now: Snapshot) -> Share:
-        """What this rank saw in the window that ends with `operation`; the next one begins there."""
-        rank, remarks = self._mailbox.rank, []
+    def _share(self, operation: int) -> Share:
+        """What this rank saw in the window that ends with `operation`, which has ended; the next one begins there.
+
+        Kinds are copied one after the other, so the copy that told of the operation may lack earlier ones of another kind.
+        """
+        rank, remarks, now = self._mailbox.rank, [], self._snapshot()
         if now.operation < operation:
             remarks.append(
                 f"rank {rank} had ended operation {now.operation} when rank 0 had ended {operation}"
@@ -276,8 +277,7 @@ class Monitor:
     def _leave(self) -> None:
         """This rank ends before the others; rank 0 is not to miss it."""
         try:
-            now = self._snapshot()
-            self._rounds.leave(codec.encode(self._share(now.operation, now)))
+            self._rounds.leave(codec.encode(self._share(self._snapshot().operation)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the program ends
             say(
                 f"rank {self._mailbox.rank} left without a last share: {reason(error)}",
