@@ -7,7 +7,26 @@ parts: where, what was given, what is allowed, what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
+
+
+class HangVerdictLike(Protocol):
+    """What an exception has of a `deep_ep.hang.cause.HangVerdict`."""
+
+    @property
+    def causes(self) -> tuple[Any, ...]:
+        """Each a `deep_ep.hang.cause.HangCause`, what most ranks wait for first."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All accused ranks, ascending."""
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """All ranks that wait, ascending."""
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
 
 
 class EPError(RuntimeError):
@@ -71,7 +90,7 @@ class EPTimeoutError(EPError):
         left_ranks: Iterable[int] = (),
         waiting_ranks: Iterable[int] = (),
         broken_paths: Iterable[tuple[int, int]] = (),
-        verdict: Any = None,
+        verdict: HangVerdictLike | None = None,
     ) -> None:
         super().__init__(message)
         self.missing_ranks = tuple(sorted(missing_ranks))

@@ -62,18 +62,21 @@ def _patterns(table: str) -> tuple[_Pattern, ...]:
     return tuple(_Pattern(*row.split()) for row in table.strip().splitlines())
 
 
-# What | a pattern of the file | of the function | of the line. Where several frames fit, the innermost one says it. What is
-# specific is looked for first: whoever compiles may wait for a thread while he does.
-_SPECIFIC = _patterns(r"""
+_COLLECTIVES = (
+    r"^(_?(all_|reduce|broadcast|(monitored_)?barrier|gather|scatter|(batch_)?i?(send|recv))|wait)"
+)
+# What a thread does, and patterns of the file, the function and the line, with blanks between them. Where several frames fit,
+# the innermost one says it. What is specific is looked for first: whoever compiles may wait for a thread while he does.
+_SPECIFIC = _patterns(rf"""
 debugger      (^|/)(pdb|bdb|ipdb/\w+|debugpy/.*)\.py$
 compiling     /torch/_(inductor|dynamo|functorch)/
 compiling     /triton/(compiler|backends|runtime/(build|autotuner))
 compiling     /triton/runtime/jit\.py$                            ^(_do_compile|compile|warmup|create_binder)
 compiling     /torch/utils/cpp_extension\.py$
 compiling     /(deep_gemm|flashinfer|tilelang|tvm|cutlass|numba)/(.*/)?(jit|compile)
-collective    /torch/distributed/distributed_c10d\.py$            ^(_?(all_|reduce|broadcast|(monitored_)?barrier|gather|scatter|(batch_)?i?(send|recv))|wait)
+collective    /torch/distributed/distributed_c10d\.py$            {_COLLECTIVES}
 collective    /torch/distributed/(_functional_collectives|nn/functional)\.py$
-collective    /(pynccl|communicator|mpi4py)[\w/]*\.py$            ^(_?(all_|reduce|broadcast|(monitored_)?barrier|gather|scatter|(batch_)?i?(send|recv))|wait)
+collective    /(pynccl|communicator|mpi4py)[\w/]*\.py$            {_COLLECTIVES}
 initialising  /torch/distributed/distributed_c10d\.py$            init_process_group|new_group
 initialising  /torch/distributed/(rendezvous|elastic/rendezvous/.*)\.py$
 initialising  /deep_ep/(\w+/)?(construction|rendezvous|nvshmem)\.py$

@@ -1,8 +1,8 @@
 """How another program asks a process for a dump: over a socket in a folder that only its user may open.
 
 A process with buffers listens for each of them in `deep_ep-UID` under the temporary directory, at `PID.BUFFER.RANK.FOLDER`,
-of which the last is short for where it writes by itself (membership/dump_requests.py). Who asks says there what ranks say to each other, an `InquiryRequest`, and is answered with
-the `InquiryVerdict`, in which the files stand that were written.
+of which the last is short for where it writes by itself (membership/dump_requests.py). Who asks sends an `InquiryRequest`,
+as ranks do to each other, and is answered with the `InquiryVerdict`, which names the files that were written.
 """
 
 from __future__ import annotations

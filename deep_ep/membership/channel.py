@@ -131,9 +131,8 @@ class Channel:
         """Says something to a rank, which may not arrive."""
         try:
             connection = self.connections.get(rank) or self._call(rank)
-            if (
-                message is not self._said
-            ):  # a verdict on 1024 ranks takes milliseconds, and all are told
+            # All ranks are told a verdict, and one on 1024 ranks takes milliseconds.
+            if message is not self._said:
                 self._said, self._line = message, messages.encode(message) + b"\n"
             connection.send_bytes(self._line)
         except (OSError, ConnectionClosed):

@@ -42,7 +42,7 @@ _POOLED_STREAMS = 32
 
 
 # A native module: `_cpu.pyi` has what they all offer.
-Binding = Any
+Binding = types.ModuleType
 
 
 class Backend(ABC):

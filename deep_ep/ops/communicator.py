@@ -333,10 +333,9 @@ class Communicator:
             keeps_memory = False
             try:
                 self._finish(runtime)
+                # Of operations on a GPU after which no call came that could have raised it.
                 failure = runtime.native.take_failure()
-                if (
-                    failure is not None
-                ):  # of operations on a GPU after which no call came that could have raised it
+                if failure is not None:
                     warn(f"destroy on rank {self.rank}: {error_from_failure(failure, self.rank)}")
                 # Before the others are waited for: they may be waiting for this rank.
                 self._part()
