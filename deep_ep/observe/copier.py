@@ -60,8 +60,8 @@ def copy_between_operations(
 ) -> tuple[Reading, Int64Array, int]:
     """The state of the counters between two operations.
 
-    Takes at most about 0.3 s when an operation is being counted all the time; the last reading is
-    returned then, in which that one operation may be counted in part.
+    Takes at most about 0.3 s when operations are counted all the time; the last reading that may be such a
+    state is returned then, or else the last one, in which one operation may be counted in part.
 
     Args:
         copier: where from.
@@ -86,15 +86,18 @@ def _settled(
     copier: Copier, consistent: Callable[[Reading], bool], pause: Callable[[float], None]
 ) -> Reading:
     seen = copier.reading()
+    whole = seen if consistent(seen) else None
     pause_s = _FIRST_PAUSE_S
     for _ in range(_READINGS - 1):
         pause(pause_s)
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         again = copier.reading()
-        if consistent(again) and all(map(np.array_equal, again, seen)):
-            return again
+        if consistent(again):
+            if all(map(np.array_equal, again, seen)):
+                return again
+            whole = again
         seen = again
-    return seen
+    return seen if whole is None else whole
 
 
 class HostCopier:
@@ -104,10 +107,12 @@ class HostCopier:
         self, totals: torch.Tensor, own: torch.Tensor, ring: torch.Tensor, op_field: int
     ) -> None:
         self._ring = ring
-        self._small = totals, own, ring[:, -1, op_field]
+        self._small = own, totals, ring[:, -1, op_field]
 
     def reading(self) -> Reading:
-        return Reading(*(tensor.numpy(force=True).copy() for tensor in self._small))
+        # Own comes first here and last in kernels, so an operation that is being counted shows in the totals alone.
+        own, totals, op_of_slot = (tensor.numpy(force=True).copy() for tensor in self._small)
+        return Reading(totals, own, op_of_slot)
 
     def ring(self) -> Int64Array:
         ring: Int64Array = self._ring.numpy(force=True).copy()
@@ -131,7 +136,8 @@ class DeviceCopier:
         with _aside(self._stream):
             op_of_slot = torch.empty(ring.shape[0], dtype=torch.int64, device=self._device)
             self._op_in_ring, self._op_of_slot = ring[:, -1, op_field], op_of_slot
-            self._small = [(t, _pinned_like(t)) for t in (totals, own, op_of_slot)]
+            # As in `HostCopier.reading`.
+            self._small = [(t, _pinned_like(t)) for t in (own, totals, op_of_slot)]
             self._large = (ring, _pinned_like(ring))
             self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
@@ -154,7 +160,7 @@ class DeviceCopier:
         with self._lock, _aside(self._stream):
             # Within the device first: torch copies to the host only what is contiguous.
             self._op_of_slot.copy_(self._op_in_ring)
-            totals, own, op_of_slot = self._fetch(self._small)
+            own, totals, op_of_slot = self._fetch(self._small)
         return Reading(totals, own, op_of_slot)
 
     def ring(self) -> Int64Array:

@@ -334,6 +334,14 @@ def test_counters_that_never_rest_are_copied_all_the_same() -> None:
     assert sum(waited) < 0.5
 
 
+def test_of_counters_that_never_rest_the_latest_whole_reading_is_taken() -> None:
+    steps = [step for number in range(1, 100) for step in (begin, finish(number))]
+    counters = Changing(add(0), *steps)
+    reading, _, _ = copy_between_operations(counters, whole, lambda _: None)
+    assert whole(reading)
+    assert reading.own[0] > 10
+
+
 def test_snapshots_agree_while_another_thread_counts() -> None:
     """Operations of known content are counted without a pause; every copy holds whole ones."""
     operation = Operation([5, 6], [6, 6], [9, 8], [2, 7], 4, 12, 1, 10)
