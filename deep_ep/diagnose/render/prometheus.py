@@ -65,6 +65,8 @@ _COUNTERS = {
 def write_textfile(records: Iterable[Record], path: Path | str) -> None:
     """Writes the text format to a file, which is replaced as a whole; the collector reads names that end in ".prom".
 
+    Everybody may read it: the collector runs as a user of its own.
+
     Raises:
         EPArgumentError: what has that name is no file, so nothing may take its place.
         OSError: the file cannot be written.
@@ -78,7 +80,7 @@ def write_textfile(records: Iterable[Record], path: Path | str) -> None:
             "deep_ep.prom."
         )
     metrics = Metrics(lambda: records)
-    replace_file(path, _client().generate_latest(metrics.registry()))
+    replace_file(path, _client().generate_latest(metrics.registry()), mode=0o644)
 
 
 class Metrics:

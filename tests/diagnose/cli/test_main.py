@@ -300,6 +300,7 @@ def test_prometheus_writes_a_file(run: Run, folder: Path, tmp_path: Path) -> Non
     assert run("prometheus", folder, "--out", out)[0] == 0
     text = out.read_text(encoding="utf-8")
     assert 'deep_ep_operations_total{group="ep",operation="dispatch"} 360.0' in text
+    assert out.stat().st_mode & 0o777 == 0o644, "the collector is another user"
 
 
 def test_prometheus_serves_until_ctrl_c(
