@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON, with why all lines matter")
     parser.add_argument(
         "--deadline",
-        type=_positive,
+        type=_seconds,
         default=60,
         metavar="SECONDS",
         help="how long to wait for ranks that do not come, and in --test (default: 60)",
@@ -123,6 +123,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
     return int(text)
+
+
+def _seconds(text: str) -> int:
+    value = _positive(text)
+    if value >= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds below 1e9")
+    return value
 
 
 if __name__ == "__main__":

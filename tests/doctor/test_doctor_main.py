@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import deep_ep
-from deep_ep.doctor import package
+from deep_ep.doctor import exchange, package
 from deep_ep.doctor.__main__ import main
 from deep_ep.doctor.checks import FAIL, OK, examine, fail, ok, report, warn
 from made_up_host import made_up, named
@@ -77,11 +77,27 @@ def test_it_alone_runs_where_torch_does_not_load(tmp_path: Path) -> None:
     assert "OSError: libcudart.so.13: cannot open" in without.stderr
 
 
-def test_part_of_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "128"], "--hidden, --experts, --topk, --ranks"),
+        (
+            ["--test", "--deadline", "1" + 9 * "0"],
+            "'1000000000' is not a number of seconds below 1e9",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "on_this_machine", lambda **_: pytest.fail("ranks begin"))
     with pytest.raises(SystemExit) as ended:
-        main(["--tokens", "128"])
+        main(arguments)
     assert ended.value.code == 2
-    assert "--hidden, --experts, --topk, --ranks" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_check_that_fails_itself_does_not_end_the_others(tmp_path: Path) -> None:
