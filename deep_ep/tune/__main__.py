@@ -1,8 +1,6 @@
 """`torchrun --nproc-per-node 8 -m deep_ep.tune`: SMs and chunk sizes for a model, measured on this job.
 
 `python -m deep_ep.tune --model H200 --ranks 8x8` answers without a cluster, from a model of the GPU's time.
-
-Exit status: 0 measured or remembered, 1 the exchange failed or a file cannot be written, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -30,6 +28,9 @@ from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Exchange, Model, Times, Trial
 
 _PROGRAM = "python -m deep_ep.tune"
+_FAILED, _BAD_ARGUMENTS = 1, 2
+# What is measured of those that are not given.
+_USUAL = {"tokens": 4096, "hidden": 7168, "experts": 256, "topk": 8}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.model is not None:
             _look_up(console, experts, given)
             return 0
+        for name, usual in _USUAL.items():
+            setattr(given, name, getattr(given, name) or usual)
         job = job_of(Host())
         if job is None:
             parser.error(
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _tune(console, experts, given, job)
     except (EPError, OSError) as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
-        return 1
+        return _BAD_ARGUMENTS if isinstance(error, EPArgumentError) else _FAILED
     return 0
 
 
@@ -116,6 +119,12 @@ def _look_up(console: Console, experts: Experts | None, given: argparse.Namespac
     """Answers from what a model of the GPU computed, without ranks."""
     num_nodes, per_node = given.ranks
     group = modelled.find(given.model, num_nodes, per_node)
+    for name, computed in {**_USUAL, "tokens": group.tokens}.items():
+        if getattr(given, name) not in (None, computed):
+            raise EPArgumentError(
+                f"tune --model: --{name} is {getattr(given, name)}; {computed} was computed and nothing else. Leave it "
+                "out, or measure on the job."
+            )
     console.print(
         f"{given.model}, by a model, not measured: {num_nodes} x {per_node} ranks, {group.tokens} "
         f"tokens x 7168 x top-8 of 256 experts, FP8 out and BF16 back\n{modelled.ERROR}"
@@ -202,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=_PROGRAM,
         description="Measures dispatch and combine of a model with several chunk sizes and numbers of SMs, and says "
         "which to take. Run it under torchrun with the ranks of the job.",
+        epilog="Exit status: 0 measured or remembered; 1 the exchange failed or a file cannot be written; 2 bad arguments.",
     )
     parser.add_argument(
         "--model",
@@ -211,10 +221,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=_nodes_and_ranks, metavar="NODESxRANKS", help="with --model: the group"
     )
-    parser.add_argument("--tokens", type=_positive, default=4096, help="of each rank (4096)")
-    parser.add_argument("--hidden", type=_positive, default=7168, help="channels (7168)")
-    parser.add_argument("--experts", type=_positive, default=256, help="in total (256)")
-    parser.add_argument("--topk", type=_positive, default=8, help="experts of a token (8)")
+    parser.add_argument("--tokens", type=_positive, help="of each rank (4096)")
+    parser.add_argument("--hidden", type=_positive, help="channels (7168)")
+    parser.add_argument("--experts", type=_positive, help="in total (256)")
+    parser.add_argument("--topk", type=_positive, help="experts of a token (8)")
     parser.add_argument("--fp8", action="store_true", help="dispatch in FP8; else in BF16")
     parser.add_argument("--num-sms", type=_even, nargs="+", default=list(trials.NUM_SMS))
     parser.add_argument("--rounds", type=_positive, default=5, help="of each setting (5)")

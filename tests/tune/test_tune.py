@@ -191,12 +191,14 @@ def test_a_model_answers_for_each_gpu_without_ranks(
             ["--model", "H800", "--ranks", "16x8"],
             "16x8 ranks were not computed; there are 1x8, 2x8, 4x8, 8x8",
         ),
+        (["--model", "H200", "--ranks", "2x8", "--hidden", "4096"], "--hidden is 4096; 7168 was"),
+        (["--model", "H200", "--ranks", "8x8", "--tokens", "512"], "--tokens is 512; 256 was"),
     ],
 )
 def test_what_was_not_computed_is_said(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert words in capsys.readouterr().err
 
 
@@ -223,7 +225,7 @@ def test_arguments_that_differ_between_ranks_are_named(
     monkeypatch.setattr(meeting, "joined", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    assert main(["--num-sms", "2", "--output", str(tmp_path / "of rank 0")]) == 1
+    assert main(["--num-sms", "2", "--output", str(tmp_path / "of rank 0")]) == 2
     assert "--num-sms is [2] on rank 0, [4] on rank 1; it must be" in capsys.readouterr().err
 
 
