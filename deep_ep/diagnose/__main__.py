@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -32,6 +33,11 @@ _PROGRAM = f"python -m {__package__}"
 # As rich ends a program whose output nobody takes.
 _CUT_SHORT = 1
 _BAD_INPUT = 2
+_ADVICE = {
+    errno.ENOENT: "Check the name; the folder of a file to write must be there.",
+    errno.EACCES: "Do it as a user who may, or name another one.",
+    errno.EISDIR: "Name a file.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CUT_SHORT
     except (EPError, OSError) as error:
-        _complain(str(error))
+        _complain(_of_a_file(error) if isinstance(error, OSError) else str(error))
         return _BAD_INPUT
     return status
 
@@ -277,7 +283,8 @@ def _prometheus(given: argparse.Namespace) -> int:
             "machine and a port that is free, such as 127.0.0.1:9477."
         ) from None
     host, port = server.server_address[:2]
-    Console().print(Text(f"serving http://{host}:{port}/metrics"), soft_wrap=True)
+    waiting = "" if given.path.exists() else f", waiting for {given.path}"
+    Console().print(Text(f"serving http://{host}:{port}/metrics{waiting}"), soft_wrap=True)
     try:
         while True:
             time.sleep(3600)
@@ -290,6 +297,13 @@ def _prometheus(given: argparse.Namespace) -> int:
 def _complain(message: str) -> None:
     """One line for whoever started the program."""
     sys.stderr.write(f"{_PROGRAM}: {printable(' '.join(message.split()))}\n")
+
+
+def _of_a_file(error: OSError) -> str:
+    """Which file, what the system says of it, and what to do; without a file as Python says it."""
+    if error.filename is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}. {_ADVICE.get(error.errno or 0, '')}"
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -331,8 +345,10 @@ def _positive_float(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds above 0 (and below 1e9)"
+        )
     return value
 
 

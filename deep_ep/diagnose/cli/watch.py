@@ -32,6 +32,8 @@ def watch(given: argparse.Namespace) -> int:
     changes: dict[str, Changes] = {}
     recent: list[str] = []
     live = Live(console=console, auto_refresh=False, screen=True) if console.is_terminal else None
+    if live is None and not given.path.exists():
+        console.print(Text(f"waiting for {given.path}"), soft_wrap=True)
     with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
         while True:
             lines = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,13 @@ read = functools.partial(codec.from_plain, text=printable, is_strict=False)
 
 
 def files_in(folder: Path, pattern: str) -> list[Path]:
-    """Files of a folder, in order of their names. A named pipe is none, and would keep its reader waiting."""
-    return sorted(file for file in folder.glob(pattern) if file.is_file())
+    """Files of a folder, in order of their names. A named pipe is none, and would keep its reader waiting.
+
+    Raises:
+        OSError: the folder may not be read, which `Path.glob` takes for an empty one.
+    """
+    names = fnmatch.filter(os.listdir(folder), pattern)
+    return sorted(file for name in names if (file := folder / name).is_file())
 
 
 def refusal(error: codec.CodecError, where: str, part: str, schema: str) -> EPArgumentError:

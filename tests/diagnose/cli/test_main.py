@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -195,6 +196,44 @@ def test_bad_input_is_one_line_and_status_2(
     assert said in err
 
 
+def test_a_folder_that_may_not_be_read_is_not_called_empty(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: str | Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    for program in ("show", "trace", "watch"):
+        with monkeypatch.context() as patched:
+            # The tests may be root, who may read everything.
+            for name in ("listdir", "scandir"):
+                patched.setattr(os, name, refuse)
+            patched.setattr(watch.time, "sleep", lambda _: pytest.fail("it waits"))
+            status, _, err = run(program, tmp_path)
+        assert status == 2
+        assert f"{tmp_path}: Permission denied. Do it as a user who may" in err
+
+
+def test_where_nothing_can_be_written_the_place_is_named(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    assert run("show", folder, "--html", tmp_path / "no" / "page.html")[2] == (
+        f"python -m deep_ep.diagnose: {tmp_path}/no/page.html: No such file or directory. Check the name; the folder of "
+        "a file to write must be there.\n"
+    )
+    assert "Is a directory. Name a file." in run("show", folder, "--html", tmp_path)[2]
+
+
+def test_watch_says_that_the_folder_is_not_there_yet(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    assert run("watch", tmp_path / "job")[:2] == (0, f"waiting for {tmp_path}/job\n")
+    assert run("watch", tmp_path)[:2] == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -202,6 +241,10 @@ def test_bad_input_is_one_line_and_status_2(
         (["show"], "FILE_OR_DIR"),
         (["show", "x", "--width", "0"], "is not an integer above 0"),
         (["watch", "x", "--interval", "nan"], "is not a number of seconds above 0"),
+        (
+            ["watch", "x", "--interval", "1e30"],
+            "is not a number of seconds above 0 (and below 1e9)",
+        ),
         (["prometheus", "x"], "--out --listen is required"),
         (["prometheus", "x", "--listen", "here"], "is not HOST:PORT, such as 127.0.0.1:9477"),
         (["prometheus", "x", "--listen", "h:1", "--out", "o"], "not allowed with"),

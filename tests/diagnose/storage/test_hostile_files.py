@@ -419,7 +419,7 @@ def test_what_cannot_be_written_is_named(
     write_record(tmp_path)
     for option, name in (("--html", "/dev/full"), ("--html", f"{tmp_path}/no/page.html")):
         assert main(["show", str(tmp_path), option, name]) == 2
-        assert f"'{name}'" in capsys.readouterr().err
+        assert f": {name}: " in capsys.readouterr().err
     with pytest.raises(OSError, match="no/deep_ep.prom'$"):
         files.replace(tmp_path / "no" / "deep_ep.prom", b"")
 
