@@ -178,13 +178,14 @@ def test_a_hang_shows_the_line_of_the_program_and_none_of_torch() -> None:
     on_ranks(SQUARE, run)
 
 
-def test_fp8_goes_there_and_bfloat16_comes_back() -> None:
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_fp8_goes_there_and_bfloat16_comes_back(alignment: int) -> None:
     sizes = Sizes((6, 9), 256)
 
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         tokens = tokens_of(sizes, rank)
         tokens.x.data += 0.37  # no longer exact
-        sent, combined = layer(tokens, buffer, sizes, fp8=True)
+        sent, combined = layer(tokens, buffer, sizes, fp8=True, expert_alignment=alignment)
         assert sent.x.dtype == torch.bfloat16
         rounded = tokens_of(sizes, rank)
         rounded.x.data = reference.dequantise(*reference.cast_fp8(tokens.x.detach()))
