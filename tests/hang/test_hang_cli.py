@@ -33,6 +33,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
+def test_in_a_file_tables_are_as_wide_as_what_they_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    states = Group(8, 1234, stuck={3: "not_called"}).states()
+    assert main(["hang", str(dump(tmp_path, states))]) == 0
+    assert max(len(line) for line in capsys.readouterr().out.splitlines() if "1234  " in line) < 100
+
+
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = run(capsys, dump(tmp_path, Group(8, 1234, stuck={3: "not_called"}).states()))
     lines = [line.rstrip() for line in said.splitlines()]

@@ -89,7 +89,7 @@ def _print(console: Console, found: folder.Folder) -> None:
             for line in section.lines:
                 say(f"  {line}")
             if section.rows:
-                console.print(Padding(_table(section), (0, 0, 0, 2)))
+                console.print(Padding(_table(section), (0, 0, 0, 2), expand=False))
         say("")
     if found.collectives:
         say("collectives of torch", "bold")
