@@ -62,7 +62,9 @@ class KnownCalls(Generic[Found]):
             # A subclass may hold no elements of its own.
             if type(tensor) is not Tensor or tensor.layout != strided:
                 return None
-            begin = rule.in_vectors and tensor.data_ptr() % VECTOR_BYTES
+            pointer = tensor.data_ptr()
+            begin = rule.in_vectors and pointer % VECTOR_BYTES
             traits = tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), begin
-            look.append(traits)
+            # Its memory may have been freed since.
+            look.append((*traits, pointer == 0))
         return tuple(look)
