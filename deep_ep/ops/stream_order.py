@@ -41,6 +41,9 @@ class StreamOrder:
         if previous_event is not None:
             fix = "Pass what Buffer.capture() or an earlier call returned"
             checks.instance(call.name, "previous_event", previous_event, EventOverlap, fix)
+            if previous_event.event is not None:
+                got = previous_event.event
+                checks.instance(call.name, "previous_event.event", got, EventHandle, fix)
         checks.flags_of(call)
         self._back = selected
         self._comm = comm

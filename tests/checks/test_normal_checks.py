@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_ep import Buffer, Config
+from deep_ep import Buffer, Config, EventOverlap
 from deep_ep.checks import handles as handle_values
 from deep_ep.checks import layouts as layout_values
 from deep_ep.checks import normal as normal_checks
@@ -219,6 +219,10 @@ DISPATCH_CASES = [
     case(
         "wait-stats-dtype", lambda a: {**a, "dispatch_wait_recv_cost_stats": torch.zeros(4, device=DEVICE)},
         "dispatch_wait_recv_cost_stats", "torch.int64",
+    ),
+    case(
+        "event-of-torch", to(previous_event=EventOverlap(torch.Event(device=DEVICE))),  # type: ignore[arg-type]
+        "previous_event.event is a Event", "EventHandle", "Buffer.capture()", error=EPTypeError,
     ),
     case("comm-stream-alone", to(allocate_on_comm_stream=True), "allocate_on_comm_stream"),
     case(
