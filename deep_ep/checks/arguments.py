@@ -71,6 +71,9 @@ class Tensors:
         if tensor.layout != strided:
             fix = f"Pass {argument}.to_dense()."
             self._fail(rule, f"has layout {tensor.layout}", "be dense", fix)
+        if tensor.is_neg() or tensor.is_conj():
+            fix = f"Pass {argument}.resolve_conj().resolve_neg()."
+            self._fail(rule, "is a view that changes signs", "hold its elements itself", fix)
         if rule.dtypes and tensor.dtype not in rule.dtypes:
             allowed = " or ".join(str(dtype) for dtype in rule.dtypes)
             fix = f"Cast with {argument}.to({rule.dtypes[0]})." if rule.casts else ""

@@ -59,8 +59,8 @@ class KnownCalls(Generic[Found]):
             if tensor is None:
                 look.append(None)
                 continue
-            # A subclass may hold no elements of its own.
-            if type(tensor) is not Tensor or tensor.layout != strided:
+            # A subclass may hold no elements of its own, a negated view none that are right.
+            if type(tensor) is not Tensor or tensor.layout != strided or tensor.is_neg():
                 return None
             pointer = tensor.data_ptr()
             begin = rule.in_vectors and pointer % VECTOR_BYTES

@@ -92,6 +92,7 @@ DISPATCH_CASES = [
     *low_latency_cases("cumulative_local_expert_recv_stats", torch.int64, "torch.zeros("),
     *low_latency_cases("dispatch_wait_recv_cost_stats", torch.int32, "torch.zeros("),
     case("x-transposed", of("x", transposed), "x", "strides", "x.contiguous()"),
+    case("x-negated", of("x", torch._neg_view), "x is a view that changes signs", "resolve_neg()"),
     case(
         "hidden-not-a-multiple-of-128", of("x", lambda x: x[:, :500].contiguous()),
         "hidden is 500", "multiple of 128", "512",

@@ -82,6 +82,13 @@ def test_a_tensor_whose_memory_was_freed_is_checked(known: KnownCalls[int], name
     assert found == 2  # which does not print the tensor: torch would read what was freed
 
 
+def test_a_negated_view_is_checked_each_time(known: KnownCalls[int]) -> None:
+    check = Check()
+    known.find(dispatch_call(), check)
+    call = dispatch_call(x=torch._neg_view(dispatch_call().x))
+    assert [known.find(call, check) for _ in range(2)] == [2, 3]
+
+
 def test_not_more_are_known_than_fit(
     known: KnownCalls[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

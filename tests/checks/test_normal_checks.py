@@ -220,6 +220,11 @@ DISPATCH_CASES = [
         "wait-stats-dtype", lambda a: {**a, "dispatch_wait_recv_cost_stats": torch.zeros(4, device=DEVICE)},
         "dispatch_wait_recv_cost_stats", "torch.int64",
     ),
+    case("x-negated", of("x", torch._neg_view), "x is a view that changes signs", "resolve_neg()"),
+    case(
+        "x-conjugated", of("x", lambda x: torch.ones(x.shape, dtype=torch.complex64, device=DEVICE).conj()),
+        "x is a view that changes signs", "resolve_conj()",
+    ),
     case(
         "event-of-torch", to(previous_event=EventOverlap(torch.Event(device=DEVICE))),  # type: ignore[arg-type]
         "previous_event.event is a Event", "EventHandle", "Buffer.capture()", error=EPTypeError,
@@ -299,6 +304,7 @@ COMBINE_CASES = [
     case("bias-type", of("bias", lambda b: (b[0], 3)), "bias holds Tensor, int", error=EPUsageError),
     case("bias-dtype", of("bias", lambda b: (b[0].float(), None)), "bias[0]", "torch.float32"),
     case("x-address", of("x", misaligned), "x begins at address", "x.clone()"),
+    case("x-negated", of("x", torch._neg_view), "x is a view that changes signs", "resolve_neg()"),
     case("bias-address", of("bias", lambda b: (b[0], misaligned(b[1]))), "bias[1] begins at"),
     case("bias-rows", of("bias", lambda b: (None, b[1][1:])), "bias[1]", "shape"),
     case("bias-hidden", of("bias", lambda b: (None, b[1][:, :8].contiguous())), "bias[1]", "shape"),
