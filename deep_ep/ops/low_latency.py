@@ -169,6 +169,9 @@ class LowLatency:
         runtime = communicator.connected_runtime(where)
         given = low_latency_checks.unpack_handle(where, handle)[2:]
         sizes = low_latency_checks.sizes_that_fit(where, communicator.limits, *given)
+        # Rows of other sizes that are not received yet may lie where the caller will write.
+        with communicator.lock:
+            communicator.receive_sent()
         maximum, hidden, num_experts = sizes
         self._is_staged = True
         pointer, stride_bytes = runtime.native.next_combine_buffer(**sizes._asdict())

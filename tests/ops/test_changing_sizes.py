@@ -6,13 +6,25 @@ waits for the others in between.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deep_ep.errors import EPArgumentError
-from support.exchange import Exchange, Mode, Shape, dispatch, make_inputs, ranks_for
+from support.exchange import (
+    Exchange,
+    Mode,
+    Shape,
+    assert_received_one,
+    begin_dispatch,
+    dispatch,
+    finish,
+    make_inputs,
+    ranks_for,
+)
+from support.launch import HANG_S
 
 BASE = Shape(
     (17, 3, 16, 9, 0, 17, 11, 5),
@@ -48,6 +60,28 @@ def test_sizes_may_change_between_calls(what: str, cleans: bool) -> None:
                     shape.num_max_tokens, shape.hidden, shape.num_experts
                 )
             exchange.run(rank, buffer, f"rank {rank}, exchange {number}")
+
+    with ranks_for(BASE) as ranks:
+        ranks.run(run)
+
+
+def test_the_next_combine_buffer_leaves_rows_of_other_sizes_alone() -> None:
+    """A batch of smaller rows has arrived, and is not received, while a larger one is filled in."""
+    large, small = Exchange(BASE, Mode()), Exchange(SMALLER["hidden"], Mode(hook=True))
+    all_have_sent = threading.Barrier(BASE.num_ranks)
+
+    def run(rank: int, buffer: Any) -> None:
+        for number in range(2):  # the buffer has two halves
+            handle = large.dispatch(rank, buffer, f"rank {rank}").handle
+            received, event, hook = begin_dispatch(
+                buffer, small.inputs[rank], small.shape, small.mode
+            )
+            all_have_sent.wait(HANG_S)
+            buffer.get_next_low_latency_combine_buffer(handle).fill_(-1)
+            finish(small.mode, event, hook)
+            where = f"rank {rank}, time {number}"
+            assert_received_one(received, small.dispatched[rank], small.shape, small.mode, where)
+            large.run(rank, buffer, where)
 
     with ranks_for(BASE) as ranks:
         ranks.run(run)
