@@ -49,7 +49,7 @@ class CallStreams:
     def running(
         self, inputs: Sequence[torch.Tensor | None], handle: EPHandle | None
     ) -> Iterator[None]:
-        """Within it torch queues and allocates where the call runs.
+        """Within it torch queues and allocates where the call runs, and records nothing for a backward.
 
         Args:
             inputs: what the call reads of the current stream.
@@ -58,14 +58,15 @@ class CallStreams:
         held = [] if handle is None else handle.tensors()
         if not self._is_apart:
             self._record(self._current, held)
-            yield
+            with torch.no_grad():
+                yield
             return
         if self._previous is not None:
             self._previous.stream_wait(self._comm)
         else:
             self._back.wait_stream(self._comm, self._current)
         self._record(self._comm, [*inputs, *held])
-        with self._back.use_stream(self._comm):
+        with self._back.use_stream(self._comm), torch.no_grad():
             yield
 
     @property

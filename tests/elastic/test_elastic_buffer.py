@@ -396,6 +396,30 @@ def test_calls_work_whatever_torch_records(groups: SharedGroups, mode: Mode, gua
     groups.run(ONE_NODE, run)
 
 
+@pytest.mark.parametrize("setup", REDUCTIONS, ids=str)
+@both_layouts
+def test_a_handle_of_inference_mode_serves_outside_of_it(
+    groups: SharedGroups, setup: Setup, mode: Mode
+) -> None:
+    of = exchange_of(setup, FOUR, mode)
+
+    def run(rank: int, buffer: Any) -> Tensor:
+        one = of.inputs[rank]
+        with torch.inference_mode():
+            *_, handle, _ = buffer.dispatch(
+                one.x.to(DEVICE),
+                topk_idx=one.topk_idx.to(DEVICE),
+                num_experts=FOUR.num_experts,
+                do_expand=mode.do_expand,
+            )
+        y = of.ys[rank].to(DEVICE).requires_grad_()
+        weights = of.weights[rank].to(DEVICE).requires_grad_()
+        return buffer.combine(y, handle, topk_weights=weights)[0]
+
+    for rank, combined in enumerate(groups.run(setup, run)):
+        assert_sums(of, combined, rank)
+
+
 def test_outputs_are_never_the_inputs() -> None:
     """Operators of torch.library may not return what they were given, even with one rank."""
     with elastic_ranks(Setup(1, 1)) as ranks:
