@@ -86,7 +86,11 @@ def fresh(
     with parts.measured(communicator, "permute"):
         handle = _new_handle(setting, call, config, received, per_expert, way, back)
         if call.cumulative_local_expert_recv_stats is not None:
-            call.cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
+            # Tensors that were made in it may be written to in it alone.
+            with torch.inference_mode():
+                call.cumulative_local_expert_recv_stats += (
+                    handle.num_unaligned_recv_tokens_per_expert
+                )
         recv_x, recv_scales = _as_sent(call.x, received)
         recv_weights = None if call.topk_weights is None else received.recv_topk_weights
         if recv_weights is not None and worst:

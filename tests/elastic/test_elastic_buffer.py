@@ -420,6 +420,18 @@ def test_a_handle_of_inference_mode_serves_outside_of_it(
         assert_sums(of, combined, rank)
 
 
+def test_statistics_of_inference_mode_are_added_to_outside_of_it(groups: SharedGroups) -> None:
+    def run(rank: int, buffer: Any) -> list[int]:
+        with torch.inference_mode():
+            stats = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+        buffer.dispatch(**good_call(rank), cumulative_local_expert_recv_stats=stats)
+        counted: list[int] = stats.tolist()
+        return counted
+
+    picks = torch.cat([good_call(rank)["topk_idx"] for rank in range(4)]).flatten()
+    assert sum(groups.run(ONE_NODE, run), []) == torch.bincount(picks, minlength=8).tolist()
+
+
 def test_outputs_are_never_the_inputs() -> None:
     """Operators of torch.library may not return what they were given, even with one rank."""
     with elastic_ranks(Setup(1, 1)) as ranks:
