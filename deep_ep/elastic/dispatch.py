@@ -183,7 +183,11 @@ def _way_back(setting: Setting, call: ElasticDispatch, topk_idx: Tensor, config:
 
 def _sent(x: Tensor, scales: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     """As a normal dispatch takes it, where only rows of bytes have scales."""
-    return x if scales is None else (x.contiguous().view(torch.uint8), scales)
+    if scales is None:
+        return x
+    # Flat first: without rows, or with one column, what is contiguous may have any strides.
+    size = len(x), x.shape[1] * x.element_size()
+    return x.contiguous().flatten().view(torch.uint8).view(size), scales
 
 
 def _as_sent(x: Tensor, received: Received) -> tuple[Tensor, Tensor | None]:

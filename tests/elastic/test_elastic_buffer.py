@@ -432,6 +432,24 @@ def test_statistics_of_inference_mode_are_added_to_outside_of_it(groups: SharedG
     assert sum(groups.run(ONE_NODE, run), []) == torch.bincount(picks, minlength=8).tolist()
 
 
+def test_rows_with_scales_have_any_strides_also_where_there_are_none(groups: SharedGroups) -> None:
+    """Without elements every tensor is contiguous, and yet torch does not take all for bytes."""
+
+    def run(rank: int, buffer: Any) -> None:
+        call = good_call(rank)
+        num_tokens = 3 * (rank % 2)
+        x = call["x"].t().contiguous().t()[:num_tokens]
+        scales = torch.full((num_tokens, 1), 2.0, device=DEVICE)
+        topk = {name: call[name][:num_tokens] for name in ("topk_idx", "topk_weights")}
+        (recv_x, recv_scales), *_, handle, _ = buffer.dispatch((x, scales), **topk, num_experts=8)
+        assert (recv_x == 1).all()
+        assert (recv_scales == 2).all()
+        (again, _), *_ = buffer.dispatch((x, scales), handle=handle)
+        assert torch.equal(again, recv_x)
+
+    groups.run(ONE_NODE, run)
+
+
 def test_outputs_are_never_the_inputs() -> None:
     """Operators of torch.library may not return what they were given, even with one rank."""
     with elastic_ranks(Setup(1, 1)) as ranks:
