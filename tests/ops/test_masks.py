@@ -46,6 +46,7 @@ from support.launch import (
     DEVICE,
     HANG_S,
     Ranks,
+    before_next_operation,
     keep_busy,
     raise_failures,
     run_processes,
@@ -493,6 +494,31 @@ def test_a_rank_that_does_not_clean_is_masked_again(hasty: Ranks) -> None:
     assert masks_of(hasty.buffers[0]) == [MASKED]
     clean_all(hasty)
     exchange(hasty, SHAPE, BF16)
+
+
+def test_a_rank_that_cleaned_too_late_comes_back_when_all_clean_again(hasty: Ranks) -> None:
+    """What it said of itself then is not taken for what it says now, after it went on alone."""
+    mask(hasty, [MASKED])
+    hasty.run(lambda rank, b: rank == MASKED or b.low_latency_clean_mask_buffer())
+    exchange(hasty, SHAPE, BF16, masked=[MASKED])
+    late, inputs = hasty.buffers[MASKED], make_inputs(SHAPE)
+
+    def alone(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == MASKED:
+            buffer.low_latency_clean_mask_buffer()
+            for _ in range(6):
+                dispatch(buffer, inputs[rank], SHAPE, BF16)
+
+    def clean_last() -> None:
+        time.sleep(0.2)  # the others look for it before
+        late.low_latency_clean_mask_buffer()
+
+    hasty.run(alone)
+    hasty.run(lambda rank, b: rank == MASKED or b.low_latency_clean_mask_buffer())
+    before_next_operation(late, clean_last)
+    for _ in range(2):
+        exchange(hasty, SHAPE, BF16)
+    assert [masks_of(buffer) for buffer in hasty.buffers] == [[]] * 4
 
 
 # ---- ranks that are processes, and die

@@ -41,8 +41,7 @@ EP_KERNEL void clean_masks(const EP_GRID_CONSTANT OperationArgs args) {
         masks->cleaned_op = UINT64_MAX;  // until the number is known from which all go on
     }
     block_sync();
-    const uint64_t number =
-        static_cast<uint64_t>(masks->cleans) << JoinSlot::kOpBits | workspace->op;
+    const uint64_t number = own_join_number(args);
     const size_t slot = args.control.join(args.rank());
     for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
         if (is_masked(args, dst)) continue;

@@ -6,8 +6,8 @@
 //
 // A rank that was away comes back when all ranks clean their masks. Its numbers are behind, and rows of its own
 // may still be under way. So whoever cleans first waits until what it has sent is delivered, then tells where it
-// is. In its next operation, or barrier, every rank waits until all others have said so, and goes on from the
-// newest numbers; then ranks hand over.
+// is. In its next operation, or barrier, every rank answers those who have said so, waits for their answers, and goes
+// on from the newest numbers; then ranks hand over.
 #pragma once
 
 #include "kernels/protocol/operation_state.cuh"

@@ -149,12 +149,13 @@ struct ClockSlot {
 static_assert(sizeof(ClockSlot) == 64, "one cache line a partner");
 
 // Where a rank is that has cleaned its masks, so that all go on from the same numbers; see masks.cuh. `number`
-// is the signal: how often the rank has cleaned (16 bits), and its newest operation (48 bits).
+// is a signal: how often the rank has cleaned (16 bits), and its newest operation (48 bits). So is `answered`: the
+// newest number that the rank has seen of the one whose memory this is.
 struct JoinSlot {
     uint64_t number;
     uint64_t barriers;
     uint64_t clock_rounds;
-    uint64_t reserved;
+    uint64_t answered;
 
     static constexpr int kOpBits = 48;
 };

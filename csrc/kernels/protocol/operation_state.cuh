@@ -124,7 +124,7 @@ struct Masks {
     uint32_t cleans;                 // how often masks have been cleaned
     uint32_t joins;                  // and up to which of them all have joined
     uint64_t cleaned_op;  // the newest operation before; what the group decided on it is void
-    uint64_t joined[kMaxExperts];  // by rank: the newest JoinSlot::number that was taken up
+    uint64_t joined[kMaxExperts];  // by rank: the newest JoinSlot::number that was answered
     MaskRecord* record;
 };
 
