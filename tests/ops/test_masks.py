@@ -428,6 +428,22 @@ def clean_all(ranks: Ranks) -> None:
     ranks.run(lambda _, buffer: buffer.low_latency_clean_mask_buffer())
 
 
+def clean_others(ranks: Ranks) -> None:
+    """All but the masked rank do."""
+    ranks.run(lambda rank, b: rank == MASKED or b.low_latency_clean_mask_buffer())
+
+
+def go_on_alone(ranks: Ranks) -> None:
+    """The masked rank does, for some operations."""
+    inputs = make_inputs(SHAPE)
+
+    def alone(rank: int, buffer: deep_ep.Buffer) -> None:
+        for _ in range(6 if rank == MASKED else 0):
+            dispatch(buffer, inputs[rank], SHAPE, BF16)
+
+    ranks.run(alone)
+
+
 @pytest.mark.parametrize("missed", [1, 2, 5])
 def test_a_masked_rank_comes_back(patient: Ranks, missed: int) -> None:
     exchange(patient, SHAPE, BF16)
@@ -443,13 +459,7 @@ def test_a_masked_rank_comes_back(patient: Ranks, missed: int) -> None:
 def test_a_rank_comes_back_after_it_went_on_alone(hasty: Ranks) -> None:
     """It was called missing, and has called everybody missing since; it is ahead of them."""
     exchange(hasty, SHAPE, BF16, masked=[MASKED])
-    inputs = make_inputs(SHAPE)
-
-    def alone(rank: int, buffer: deep_ep.Buffer) -> None:
-        for _ in range(6 if rank == MASKED else 0):
-            dispatch(buffer, inputs[rank], SHAPE, BF16)
-
-    hasty.run(alone)
+    go_on_alone(hasty)
     assert masks_of(hasty.buffers[MASKED]) == [0, 1, 3]
     clean_all(hasty)
     for mode in (BF16, Mode(hook=True)):
@@ -489,7 +499,7 @@ def test_barriers_go_on_without_a_masked_rank_and_come_back_too(patient: Ranks) 
 def test_a_rank_that_does_not_clean_is_masked_again(hasty: Ranks) -> None:
     mask(hasty, [MASKED])
     exchange(hasty, SHAPE, BF16, masked=[MASKED])
-    hasty.run(lambda rank, b: rank == MASKED or b.low_latency_clean_mask_buffer())
+    clean_others(hasty)
     exchange(hasty, SHAPE, BF16, masked=[MASKED])
     assert masks_of(hasty.buffers[0]) == [MASKED]
     clean_all(hasty)
@@ -499,26 +509,40 @@ def test_a_rank_that_does_not_clean_is_masked_again(hasty: Ranks) -> None:
 def test_a_rank_that_cleaned_too_late_comes_back_when_all_clean_again(hasty: Ranks) -> None:
     """What it said of itself then is not taken for what it says now, after it went on alone."""
     mask(hasty, [MASKED])
-    hasty.run(lambda rank, b: rank == MASKED or b.low_latency_clean_mask_buffer())
+    clean_others(hasty)
     exchange(hasty, SHAPE, BF16, masked=[MASKED])
-    late, inputs = hasty.buffers[MASKED], make_inputs(SHAPE)
-
-    def alone(rank: int, buffer: deep_ep.Buffer) -> None:
-        if rank == MASKED:
-            buffer.low_latency_clean_mask_buffer()
-            for _ in range(6):
-                dispatch(buffer, inputs[rank], SHAPE, BF16)
+    late = hasty.buffers[MASKED]
+    late.low_latency_clean_mask_buffer()
+    go_on_alone(hasty)
 
     def clean_last() -> None:
         time.sleep(0.2)  # the others look for it before
         late.low_latency_clean_mask_buffer()
 
-    hasty.run(alone)
-    hasty.run(lambda rank, b: rank == MASKED or b.low_latency_clean_mask_buffer())
+    clean_others(hasty)
     before_next_operation(late, clean_last)
     for _ in range(2):
         exchange(hasty, SHAPE, BF16)
     assert [masks_of(buffer) for buffer in hasty.buffers] == [[]] * 4
+
+
+def test_a_rank_comes_back_that_others_have_met_without_since_they_cleaned(hasty: Ranks) -> None:
+    """What they decided was on the operation to come, and is void once all have cleaned."""
+    sizes = (SHAPE.num_max_tokens, SHAPE.hidden, SHAPE.num_experts)
+
+    def meet(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == MASKED:
+            time.sleep(0.2)  # the others look for it before
+        buffer.clean_low_latency_buffer(*sizes)
+
+    mask(hasty, [MASKED])
+    clean_others(hasty)
+    hasty.run(lambda rank, buffer: rank == MASKED or meet(rank, buffer))
+    assert [masks_of(hasty.buffers[rank]) for rank in (0, 1, 3)] == [[MASKED]] * 3
+    clean_all(hasty)
+    hasty.run(meet)
+    assert [masks_of(buffer) for buffer in hasty.buffers] == [[]] * 4
+    exchange(hasty, SHAPE, BF16)
 
 
 # ---- ranks that are processes, and die

@@ -33,8 +33,11 @@ EP_KERNEL void clean_masks(const EP_GRID_CONSTANT OperationArgs args) {
     Masks* masks = args.masks;
     // Who will never come again is told nothing, and masked anew by the next operation. Each thread looks at
     // ranks of its own.
-    for (int rank = thread_index(); rank < args.num_ranks(); rank += num_threads())
+    // What the group decided before is void, also on the operation to come: ranks may have met for it in vain.
+    for (int rank = thread_index(); rank < args.num_ranks(); rank += num_threads()) {
         masks->masked[rank] = has_ended(args, rank);
+        store_relaxed<Scope::kSystem>(&workspace->news.out[rank], uint64_t{0});
+    }
     deliver_all(args);
     if (thread_index() == 0) {
         ++masks->cleans;
