@@ -36,6 +36,7 @@ def decide(
     excused: Iterable[int] = (),
     unheard: Iterable[int] = (),
     masks: bool = False,
+    masked: Iterable[int] = (),
 ) -> Decision:
     """The decision from what is known.
 
@@ -50,6 +51,7 @@ def decide(
         unheard: ranks that do not say where they are, whether anybody missed them or not. Rows may come by
             way of others, who wait as well; so these are named if all who are missed wait themselves.
         masks: whom it names the others go on without: nobody who has come that far, or is excused.
+        masked: named before, and not back: how far they have come says nothing.
     """
     waiting = dict.fromkeys(missed, key.op)
     if key.is_operation:  # else who waits in an operation is in the wrong place
@@ -59,6 +61,7 @@ def decide(
     candidates -= waiting.keys() | dead.keys() | left.keys()
     # Who is in the operation may wait where its progress does not show it; who is beyond it has sent its part.
     come = {r for r, at in progress.items() if key.is_operation and at.newest >= key.op}
+    come -= set(masked)
     others = candidates - set(excused) - come
     if masks or dead or gone or others:
         candidates = others
@@ -309,7 +312,8 @@ class Arbiter:
     def _decision(self, key: Key, opened: _Round, unheard: Iterable[int] = ()) -> Decision:
         """From what is known now."""
         known = opened.missed, opened.progress, self.dead, self.left
-        return decide(key, *known, self._excused(key, opened), unheard, opened.masks)
+        excused = self._excused(key, opened)
+        return decide(key, *known, excused, unheard, opened.masks, self._masked)
 
     def _excused(self, key: Key, opened: _Round) -> set[int]:
         # Who is left behind by those who go on must be named at some time.

@@ -545,6 +545,15 @@ def test_a_rank_comes_back_that_others_have_met_without_since_they_cleaned(hasty
     exchange(hasty, SHAPE, BF16)
 
 
+def test_a_rank_that_is_ahead_and_does_not_clean_is_masked_again(hasty: Ranks) -> None:
+    """Its own operations are none of the others'."""
+    exchange(hasty, SHAPE, BF16, masked=[MASKED])
+    go_on_alone(hasty)
+    clean_others(hasty)
+    exchange(hasty, SHAPE, BF16, masked=[MASKED])
+    assert [masks_of(hasty.buffers[rank]) for rank in (0, 1, 3)] == [[MASKED]] * 3
+
+
 # ---- ranks that are processes, and die
 
 
