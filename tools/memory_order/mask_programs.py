@@ -79,19 +79,21 @@ def mask_record(p: Program) -> None:
 # ---- across ranks
 
 
-@litmus("Ranks that join read where the others are, behind the number.")
+@litmus("Ranks that join read where the others are, behind their answers.")
 def numbers_of_who_joins(p: Program) -> None:
     a = p.thread("A")
     a.write("barriers", at="clean_masks.put_word#1")
     a.write("clock_rounds", at="clean_masks.put_word#2")
     a.fence(at="clean_masks.fence")
     a.write("number", at="clean_masks.signal")
+    a.fence(at="has_joined.fence")
+    a.write("answered", at="has_joined.signal")
     waiting, first = p.thread("B"), p.thread("B")
-    waiting.read("number", at="join_all.poll", sees=1)
+    waiting.read("answered", at="has_joined.poll#1", sees=1)
+    waiting.read("number", "number", at="has_joined.poll#2")
     p.meet(waiting, first, at="join_all.block_sync")
-    first.read("number", "number", at="join_all.newest#1")
-    first.read("barriers", "barriers", at="join_all.newest#2")
-    first.read("clock_rounds", "clock_rounds", at="join_all.newest#3")
+    first.read("barriers", "barriers", at="join_all.newest#1")
+    first.read("clock_rounds", "clock_rounds", at="join_all.newest#2")
     p.forbid(any_zero("number", "barriers", "clock_rounds"))
 
 

@@ -25,6 +25,7 @@ EP_DEVICE bool has_joined(const OperationArgs& args, int source) {
     if (number != args.masks->joined[source]) {
         args.masks->joined[source] = number;
         const size_t own = args.control.join(args.rank());
+        args.transport.fence(source, 0);
         args.transport.signal(source, own + offsetof(JoinSlot, answered), number, 0);
     }
     return answered;
