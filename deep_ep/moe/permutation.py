@@ -73,7 +73,7 @@ def gather(x: Tensor, permutation: Permutation) -> Tensor:
     if not permutation.places.numel():
         return rows
     padded = rows.new_zeros(permutation.num_rows, *rows.shape[1:])
-    # torch puts no float8 anywhere.
+    # torch has no index_copy for float8.
     kind = torch.uint8 if x.element_size() == 1 else x.dtype
     return padded.view(kind).index_copy(0, permutation.places, rows.view(kind)).view(x.dtype)
 
