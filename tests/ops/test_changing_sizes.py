@@ -87,6 +87,28 @@ def test_the_next_combine_buffer_leaves_rows_of_other_sizes_alone() -> None:
         ranks.run(run)
 
 
+def test_the_next_combine_buffer_waits_for_no_rows_of_the_same_sizes() -> None:
+    """The caller fills it while another batch is on its way."""
+    first, second = Exchange(BASE, Mode()), Exchange(BASE, Mode(hook=True))
+    others_may_send = threading.Event()
+
+    def run(rank: int, buffer: Any) -> None:
+        handle = first.dispatch(rank, buffer, f"rank {rank}").handle
+        if rank:
+            assert others_may_send.wait(HANG_S)
+        received, event, hook = begin_dispatch(
+            buffer, second.inputs[rank], second.shape, second.mode
+        )
+        buffer.get_next_low_latency_combine_buffer(handle)
+        others_may_send.set()
+        finish(second.mode, event, hook)
+        where = f"rank {rank}"
+        assert_received_one(received, second.dispatched[rank], second.shape, second.mode, where)
+
+    with ranks_for(BASE) as ranks:
+        ranks.run(run)
+
+
 @pytest.mark.parametrize("what", SMALLER)
 def test_a_rank_alone_with_other_sizes_is_named_and_harms_nobody(what: str) -> None:
     """It disagrees in a dispatch, while others may still read what the combine before brought."""
