@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from deep_ep.base import env
 from deep_ep.base.files import open_closed_streams
 from deep_ep.doctor import (
     container,
@@ -126,10 +127,11 @@ def _positive(text: str) -> int:
 
 
 def _seconds(text: str) -> int:
-    value = _positive(text)
-    if value >= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds below 1e9")
-    return value
+    """Ranks are told by `DEEP_EP_TIMEOUT_S`."""
+    seconds = _positive(text)
+    if not env.timeout_s.kind.holds(seconds):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {env.timeout_s.kind.allowed}")
+    return seconds
 
 
 if __name__ == "__main__":

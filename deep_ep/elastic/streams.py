@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,17 +56,17 @@ class CallStreams:
             handle: what it reads besides, of whatever stream the dispatch ran on.
         """
         held = [] if handle is None else handle.tensors()
+        where: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if not self._is_apart:
             self._record(self._current, held)
-            with torch.no_grad():
-                yield
-            return
-        if self._previous is not None:
-            self._previous.stream_wait(self._comm)
         else:
-            self._back.wait_stream(self._comm, self._current)
-        self._record(self._comm, [*inputs, *held])
-        with self._back.use_stream(self._comm), torch.no_grad():
+            if self._previous is not None:
+                self._previous.stream_wait(self._comm)
+            else:
+                self._back.wait_stream(self._comm, self._current)
+            self._record(self._comm, [*inputs, *held])
+            where = self._back.use_stream(self._comm)
+        with where, torch.no_grad():
             yield
 
     @property

@@ -60,9 +60,8 @@ def decide(
     candidates = {rank for ranks in missed.values() for rank in ranks}
     candidates -= waiting.keys() | dead.keys() | left.keys()
     # Who is in the operation may wait where its progress does not show it; who is beyond it has sent its part.
-    come = {r for r, at in progress.items() if key.is_operation and at.newest >= key.op}
-    come -= set(masked)
-    others = candidates - set(excused) - come
+    come = {rank for rank, at in progress.items() if key.is_operation and at.newest >= key.op}
+    others = candidates - set(excused) - (come - set(masked))
     if masks or dead or gone or others:
         candidates = others
     decision = Decision(

@@ -170,9 +170,9 @@ class LowLatency:
         runtime = communicator.connected_runtime(where)
         given = low_latency_checks.unpack_handle(where, handle)[2:]
         sizes = low_latency_checks.sizes_that_fit(where, communicator.limits, *given)
-        # Rows of other sizes that are not received yet may lie where the caller will write.
-        if not sizes._asdict().items() <= self._sent.items():
-            with communicator.lock:
+        with communicator.lock:
+            # Rows of other sizes that are not received yet may lie where the caller will write.
+            if not sizes._asdict().items() <= self._sent.items():
                 communicator.receive_sent()
         maximum, hidden, num_experts = sizes
         self._is_staged = True

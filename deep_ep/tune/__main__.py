@@ -221,10 +221,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=_nodes_and_ranks, metavar="NODESxRANKS", help="with --model: the group"
     )
-    parser.add_argument("--tokens", type=_positive, help="of each rank (4096)")
-    parser.add_argument("--hidden", type=_positive, help="channels (7168)")
-    parser.add_argument("--experts", type=_positive, help="in total (256)")
-    parser.add_argument("--topk", type=_positive, help="experts of a token (8)")
+    parser.add_argument("--tokens", type=_positive, help=f"of each rank ({_USUAL['tokens']})")
+    parser.add_argument("--hidden", type=_positive, help=f"channels ({_USUAL['hidden']})")
+    parser.add_argument("--experts", type=_positive, help=f"in total ({_USUAL['experts']})")
+    parser.add_argument("--topk", type=_positive, help=f"experts of a token ({_USUAL['topk']})")
     parser.add_argument("--fp8", action="store_true", help="dispatch in FP8; else in BF16")
     parser.add_argument("--num-sms", type=_even, nargs="+", default=list(trials.NUM_SMS))
     parser.add_argument("--rounds", type=_positive, default=5, help="of each setting (5)")

@@ -83,7 +83,7 @@ def test_it_alone_runs_where_torch_does_not_load(tmp_path: Path) -> None:
         (["--tokens", "128"], "--hidden, --experts, --topk, --ranks"),
         (
             ["--test", "--deadline", "1" + 9 * "0"],
-            "'1000000000' is not a number of seconds below 1e9",
+            "'1000000000' is not a number of seconds above 0 (and below 1e9)",
         ),
     ],
 )

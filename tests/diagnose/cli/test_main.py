@@ -223,13 +223,15 @@ def test_where_nothing_can_be_written_the_place_is_named(
     assert "Is a directory. Name a file." in run("show", folder, "--html", tmp_path)[2]
 
 
+def interrupt(_: float) -> None:
+    """Ctrl-C, instead of a sleep."""
+    raise KeyboardInterrupt
+
+
 def test_watch_says_that_the_folder_is_not_there_yet(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sleep(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr(watch.time, "sleep", interrupt)
     assert run("watch", tmp_path / "job")[:2] == (0, f"waiting for {tmp_path}/job\n")
     assert run("watch", tmp_path)[:2] == (0, "")
 
@@ -385,10 +387,7 @@ def test_where_metrics_cannot_be_served_the_address_is_named(run: Run, folder: P
 def test_on_a_terminal_watch_shows_the_heatmaps(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sleep(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr(watch.time, "sleep", interrupt)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("LINES", "60")
     status, out, _ = run("watch", folder)
