@@ -40,6 +40,7 @@ EXHAUSTIVE = {
     "test_program_repeats_itself_under_pressure_and_measures_under_torchrun",
     "test_program_names_a_slow_nic_and_not_its_paths",
     "test_program_names_a_receiver_for_whose_slots_the_others_wait",
+    "test_program_names_a_receiver_for_whose_slots_gateways_wait_and_no_gateway",
     "test_program_times_all_chunk_sizes",
     "test_program_repeats_itself_without_waiting_for_counts",
 }

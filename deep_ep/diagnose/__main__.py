@@ -88,7 +88,7 @@ def _add_patch(parser: argparse.ArgumentParser) -> None:
         "that its kernels measure waiting once they are built again. Changes all files or none."
     )
     parser.add_argument(
-        "checkout", type=Path, metavar="CHECKOUT", help="the project's root directory"
+        "checkout", type=_path, metavar="CHECKOUT", help="the project's root directory"
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -107,12 +107,14 @@ def _add_hang(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "paths",
-        type=Path,
+        type=_path,
         nargs="+",
         metavar="DIR_OR_LOG",
         help="where dumps were written, or the logs of all ranks",
     )
-    parser.add_argument("--svg", type=Path, metavar="OUT", help="also write the graph as a picture")
+    parser.add_argument(
+        "--svg", type=_path, metavar="OUT", help="also write the graph as a picture"
+    )
     _add_page_and_width(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument(
@@ -130,14 +132,14 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         "also who came last, and the bandwidth without waiting."
     )
     parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="FILE_OR_DIR", help="a trace of each rank"
+        "paths", type=_path, nargs="+", metavar="FILE_OR_DIR", help="a trace of each rank"
     )
     _add_links(parser)
     _add_page_and_width(parser)
     parser.add_argument("--csv", action="store_true", help="print the operators as CSV instead")
     parser.add_argument(
         "--record",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="also append what was found of all ranks to a record there, which `show` and `prometheus` read",
     )
@@ -157,7 +159,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dir",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="where records go, which show, watch and prometheus read; by default DEEP_EP_DIAGNOSE_DIR",
     )
@@ -179,7 +181,7 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
         help="a process, or the directory into which a job writes dumps; by default all processes with buffers",
     )
     parser.add_argument(
-        "--into", type=Path, metavar="DIR", help="where to write; by default where the job does"
+        "--into", type=_path, metavar="DIR", help="where to write; by default where the job does"
     )
     parser.add_argument(
         "--timeout",
@@ -197,7 +199,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         "saved counters (counters-rank*.npz), and logs of cumulative-wait matrices with a line "
         '"[time] rank=R [wait wait ...]" per rank.'
     )
-    parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="what to read")
+    parser.add_argument("path", type=_path, metavar="FILE_OR_DIR", help="what to read")
     parser.add_argument(
         "--window",
         default=None,
@@ -207,11 +209,11 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", help="only windows of this group of ranks")
     _add_links(parser)
     _add_page_and_width(parser)
-    parser.add_argument("--png", type=Path, metavar="OUT", help="also write a picture")
-    parser.add_argument("--svg", type=Path, metavar="OUT", help="also write a picture")
+    parser.add_argument("--png", type=_path, metavar="OUT", help="also write a picture")
+    parser.add_argument("--svg", type=_path, metavar="OUT", help="also write a picture")
     parser.add_argument(
         "--speed-profile",
-        type=Path,
+        type=_path,
         metavar="OUT",
         help="also write speed and waiting of each rank and GPU as JSON, medians over the windows shown",
     )
@@ -228,7 +230,7 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
         "Follows the records of a running job: prints what changes, and on a terminal the current "
         "heatmaps. Ctrl-C ends it."
     )
-    parser.add_argument("path", type=Path, metavar="DIR", help="what DEEP_EP_DIAGNOSE_DIR names")
+    parser.add_argument("path", type=_path, metavar="DIR", help="what DEEP_EP_DIAGNOSE_DIR names")
     parser.add_argument(
         "--interval",
         type=_positive_float,
@@ -241,11 +243,11 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
 
 def _add_prometheus(parser: argparse.ArgumentParser) -> None:
     parser.description = "Metrics of the latest window of each group, in Prometheus' text format."
-    parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="what to read")
+    parser.add_argument("path", type=_path, metavar="FILE_OR_DIR", help="what to read")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument(
         "--out",
-        type=Path,
+        type=_path,
         metavar="FILE.prom",
         help="write a file for node-exporter's textfile collector; it is replaced as a whole",
     )
@@ -315,7 +317,7 @@ def _address(text: str) -> tuple[str, int]:
 
 def _add_page_and_width(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
+        "--html", type=_path, metavar="OUT", help="also write a page that needs no network"
     )
     parser.add_argument(
         "--width",
@@ -338,6 +340,13 @@ def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
     return int(text)
+
+
+def _path(text: str) -> Path:
+    """Refuses what a shell makes of a variable that is not set: `Path("")` is the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return Path(text)
 
 
 def _positive_float(text: str) -> float:

@@ -91,7 +91,9 @@ sys.exit(7)
 
 # A wait that is to end meanwhile is long enough to outlast the way there on a busy machine, and too short for an inquiry.
 @pytest.mark.parametrize(
-    ("timeout_s", "end_s"), [(600.0, 0.8), (1.8, 3.0)], ids=["it waits on", "its wait ends"]
+    ("timeout_s", "end_s"),
+    [(600.0, 0.8), pytest.param(1.8, 3.0, marks=pytest.mark.exhaustive)],
+    ids=["it waits on", "its wait ends"],
 )
 def test_the_interpreter_exits_as_told_while_a_thread_waits_for_a_rank(
     timeout_s: float, end_s: float
@@ -201,6 +203,7 @@ def buffers_come_and_go(rank: int, group: dist.ProcessGroup) -> tuple[Held, Held
     return live(10), live(40)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(DEVICE != "cpu", reason="ranks that are processes share no GPU")
 def test_buffers_that_come_and_go_leave_nothing_in_processes() -> None:
     """Where each has connections and descriptors to the others."""

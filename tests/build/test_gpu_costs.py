@@ -37,6 +37,7 @@ def run(folder: Path, script: str) -> Path:
     return file
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_program_compiles(tmp_path: Path) -> None:

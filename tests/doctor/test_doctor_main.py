@@ -53,6 +53,7 @@ def test_this_machine_has_every_line_and_a_status_that_follows_from_them() -> No
     assert all(finding["why"] for finding in said["findings"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("where", "statuses"), [(">&-", {0, 1}), (">/dev/full", {2})])
 def test_output_that_nobody_takes_ends_in_no_traceback(where: str, statuses: set[int]) -> None:
     ran = subprocess.run(

@@ -316,6 +316,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_process_is_asked_for_a_dump_and_says_how_another_one_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

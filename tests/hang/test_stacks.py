@@ -41,6 +41,7 @@ def functions(seen: tuple[Process, tuple[Thread, ...]]) -> list[str]:
     return [frame.function for thread in threads[:1] for frame in thread.frames]
 
 
+@pytest.mark.exhaustive
 def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,6 +90,7 @@ def test_how_a_process_has_ended_is_seen_until_its_parent_asks(end: str, said: s
     assert stacks.exit_of(process.pid, offered) == ""
 
 
+@pytest.mark.exhaustive
 def test_nobody_is_sent_the_signal_who_does_not_handle_it() -> None:
     text = """
 import json, time
@@ -109,6 +111,7 @@ time.sleep(60)
         process.wait()
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_uses_the_signal_keeps_it() -> None:
     text = """
 import json, signal

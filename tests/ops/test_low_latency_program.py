@@ -22,6 +22,7 @@ def said_by_program(*arguments: str, exit_code: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 @measured_again
 def test_program_names_what_was_injected_in_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_EP_CPU_CLOCK", "wall")
@@ -38,6 +39,7 @@ def test_program_fails_when_a_fault_is_not_named() -> None:
     assert "injected but not named" in said
 
 
+@pytest.mark.exhaustive
 @measured_again
 def test_program_checks_measures_and_names_what_was_injected() -> None:
     injected = ("slow-rank=1:3ms", "slow-path=4>2:2ms", "hot-rank=6")
@@ -58,6 +60,7 @@ def test_program_repeats_itself_under_pressure() -> None:
     said_by_program(*QUICK, *pressure.split())
 
 
+@pytest.mark.exhaustive
 def test_program_runs_every_loop_with_logfmt() -> None:
     sizes = "--num-processes 2 --num-tokens 16 --hidden 1024 --num-experts 8 --num-topk 4"
     said_by_program(*sizes.split(), "--use-logfmt", "--disable-nvlink")

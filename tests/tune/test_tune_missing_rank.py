@@ -55,10 +55,12 @@ def _tunes(rank: int, _: object, moment: str, port: int, folder: str) -> tuple[i
 @pytest.mark.parametrize(
     ("moment", "words"),
     [
-        ("start", "rank 1 did not come within 2 s"),
+        pytest.param("start", "rank 1 did not come within 2 s", marks=pytest.mark.exhaustive),
         ("first exchange", "rank 1 ended, or does not answer"),
-        ("measuring", "rank 1 ended, or does not answer"),
-        ("standing still", "rank 1 ended, or does not answer"),
+        pytest.param("measuring", "rank 1 ended, or does not answer", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "standing still", "rank 1 ended, or does not answer", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_lost_rank_is_named_and_nothing_is_written(

@@ -17,11 +17,15 @@ def run(given: argparse.Namespace) -> int:
     """Becomes the program; does not return.
 
     Raises:
-        EPArgumentError: there is no such program.
+        EPArgumentError: there is no such program, or the folder for records is a file.
     """
     program = [part for i, part in enumerate(given.program) if i or part != "--"]
     if not (program and program[0]):
         raise EPArgumentError("run: no program was given; one must be. Write it behind `--`.")
+    if given.dir is not None and given.dir.exists() and not given.dir.is_dir():
+        raise EPArgumentError(
+            f"run: --dir is {str(given.dir)!r}, a file; it must be a folder. Name one; it is made."
+        )
     if program[0].endswith(".py"):
         program.insert(0, sys.executable)
     try:

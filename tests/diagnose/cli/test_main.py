@@ -241,6 +241,8 @@ def test_watch_says_that_the_folder_is_not_there_yet(
     [
         ([], "COMMAND"),
         (["show"], "FILE_OR_DIR"),
+        (["show", ""], "FILE_OR_DIR: the name is empty"),
+        (["run", "--dir", "", "--", "true"], "--dir: the name is empty"),
         (["show", "x", "--width", "0"], "is not an integer above 0"),
         (["watch", "x", "--interval", "nan"], "is not a number of seconds above 0"),
         (
@@ -428,11 +430,13 @@ def test_the_program_starts_and_ctrl_c_ends_it_with_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "where", "status", "said"),
     [
-        ("show", ">&-", 0, ""),
-        ("show --window 9", "2>&-", 2, ""),
-        ("hang --json", ">&-", 0, ""),
+        pytest.param("show", ">&-", 0, "", marks=pytest.mark.exhaustive),
+        pytest.param("show --window 9", "2>&-", 2, "", marks=pytest.mark.exhaustive),
+        pytest.param("hang --json", ">&-", 0, "", marks=pytest.mark.exhaustive),
         ("hang --json", "| true", 1, ""),
-        ("hang --json", ">/dev/full", 2, "No space left on device"),
+        pytest.param(
+            "hang --json", ">/dev/full", 2, "No space left on device", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_output_that_nobody_takes_ends_in_no_traceback(
@@ -449,6 +453,7 @@ def test_output_that_nobody_takes_ends_in_no_traceback(
     assert said in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_reading_and_showing_need_no_optional_package() -> None:
     script = (
         "import sys\n"

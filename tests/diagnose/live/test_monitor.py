@@ -398,7 +398,7 @@ def test_a_judge_that_fails_is_reported_once_and_stops_watching(
     stopped_once(watched, 0, "ValueError: no such matrix")
 
 
-@pytest.mark.parametrize("broken", [0, 3])
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
 def test_a_store_that_is_gone_stops_the_rank_and_no_operation(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_program_without_buffers_does_not_even_import_torch(library: Path) -> 
     assert (ended.stdout, ended.stderr, ended.returncode) == ("False\n", "", 0)
 
 
+@pytest.mark.exhaustive
 def test_a_module_that_was_imported_before_is_watched_too(library: Path) -> None:
     program = (
         "import os, nixl_ep; from deep_ep.diagnose import install\n"
@@ -123,6 +124,7 @@ def test_a_module_that_was_imported_before_is_watched_too(library: Path) -> None
     assert started("-c", program, path=library).stdout.split() == ["False", "False", "True"]
 
 
+@pytest.mark.exhaustive
 def test_finders_that_ask_all_others_do_not_go_round(library: Path) -> None:
     program = (
         "import sys\n"
@@ -137,6 +139,7 @@ def test_finders_that_ask_all_others_do_not_go_round(library: Path) -> None:
     assert ended.stdout == "True\n", ended.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_site_of_the_program_still_runs(library: Path) -> None:
     (library / "sitecustomize.py").write_text("print('its own')\n")
     ended = run("--", sys.executable, "-c", "print('program')", path=library)
@@ -144,6 +147,7 @@ def test_the_site_of_the_program_still_runs(library: Path) -> None:
     assert ended.stdout == "its own\n" * 2 + "program\n"
 
 
+@pytest.mark.exhaustive
 def test_a_package_that_cannot_be_imported_fails_as_it_would(library: Path) -> None:
     (library / "nixl_ep" / "__init__.py").write_text("raise ImportError('no driver')\n")
     ended = run("--", sys.executable, "-c", "import nixl_ep", path=library)
@@ -165,6 +169,7 @@ def test_a_file_of_python_is_started_by_this_python(library: Path, tmp_path: Pat
         ([], "no program was given"),
         (["--", ""], "no program was given"),
         (["--", "no-such-program"], "'no-such-program' cannot be"),
+        (["--dir", __file__, "--", sys.executable, "-c", ""], "a file; it must be a folder"),
     ],
 )
 def test_what_cannot_be_started_is_said(

@@ -148,7 +148,10 @@ def test_bandwidths_are_those_of_the_terminal(tmp_path: Path) -> None:
     assert rows[1:] == [["".join(cell) for cell in row] for row in bandwidths.rows(found)]
 
 
-@pytest.mark.parametrize(("num_ranks", "most_kb"), [(8, 60), (64, 300), (1024, 20_000)])
+@pytest.mark.parametrize(
+    ("num_ranks", "most_kb"),
+    [(8, 60), (64, 300), pytest.param(1024, 20_000, marks=pytest.mark.exhaustive)],
+)
 def test_pages_stay_small_enough_for_a_ticket(tmp_path: Path, num_ranks: int, most_kb: int) -> None:
     assert written(tmp_path, diagnosis(num_ranks)).stat().st_size < most_kb * 1000
 
@@ -370,6 +373,7 @@ def test_nothing_measured_is_said_and_hides_the_pictures(
     assert quiet.texts(".remarks li") == ["no operations"]
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_ranks_can_be_read(quiet: browser.Browser, tmp_path: Path) -> None:
     found = diagnosis(1024, operations=["dispatch"])
     quiet.show(written(tmp_path, found))

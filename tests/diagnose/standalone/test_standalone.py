@@ -19,6 +19,9 @@ import pytest
 import deep_ep
 from deep_ep.diagnose.__main__ import main
 
+# A wheel is built and installed.
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = ROOT / "deep_ep" / "diagnose" / "standalone"
 STOCK = '''
@@ -181,7 +184,6 @@ def commands() -> list[str]:
     return [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "]
 
 
-@pytest.mark.exhaustive
 def test_beside_ours_both_names_are_one(site: Path) -> None:
     one = """
         import sys
@@ -262,7 +264,6 @@ def kernels(late_us: float) -> list[dict[str, object]]:
     return events
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("command", "beside"), [("trace", "stock"), ("hang", "nothing")])
 def test_it_prints_what_deep_ep_diagnose_prints(
     command: str,

@@ -226,6 +226,7 @@ def test_nothing_of_a_name_moves_a_cursor(
     assert "\x1b" not in said
 
 
+@pytest.mark.exhaustive
 def test_plain_calls_are_operators_with_the_bytes_of_rows_and_scales(tmp_path: Path) -> None:
     needed = deep_ep.sizes(hidden=H, tokens=T, topk=K, experts=8, ranks=1)
     size = max(needed.num_rdma_bytes, needed.low_latency_rdma_bytes)
