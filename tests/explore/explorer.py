@@ -13,7 +13,7 @@ from deep_ep._cpu import RankDied
 from deep_ep.errors import EPError
 from explore.machine import Machine
 from explore.model import Model, Record
-from explore.program import DISTURBANCES, TIMEOUT_S, Program, draw_program, draw_steps
+from explore.program import DISTURBANCES, TIMEOUT_NS, TIMEOUT_S, Program, draw_program, draw_steps
 from explore.rank import Rank
 from support.exchange import Shape
 
@@ -135,4 +135,13 @@ def named_without_fault(record: Record, model: Model, ranks: list[Rank]) -> list
     for other in model.calls:
         if other.error is not None and other.ended_ns <= record.ended_ns:
             named.discard(other.rank)
-    return sorted(named)
+    return sorted(rank for rank in named if not has_just_come(rank, record, model))
+
+
+def has_just_come(rank: int, record: Record, model: Model) -> bool:
+    """Whether the operation before held the rank up nearly as long as the others wait in this one, which it has not called yet."""
+    before, here = (model.records.get(op, {}).get(rank) for op in (record.op - 1, record.op))
+    if before is None or (here is not None and here.began_ns <= record.ended_ns):
+        return False
+    was_held_up = before.ended_ns - before.began_ns > TIMEOUT_NS // 2
+    return was_held_up and 0 <= record.ended_ns - before.ended_ns < TIMEOUT_NS // 10
