@@ -193,7 +193,7 @@ class Buffer:
         """Changes how long this rank waits in an operation until one rank logs for whom and why.
 
         Args:
-            seconds: at least 0; 0: never. DEEP_EP_WARN_S is what it is at first.
+            seconds: at least 0; 0: shortly before it times out. DEEP_EP_WARN_S is what it is at first.
 
         Raises:
             EPArgumentError: that is no such number.

@@ -209,13 +209,13 @@ verify = Variable("DEEP_EP_VERIFY", _SWITCH, "0")
 
 # Chosen: a call takes 200 bytes, and each frame about 0.2 us of it.
 recorder = Variable("DEEP_EP_RECORDER", _up_to(1 << 16), "64")
-"""calls that every Buffer remembers for the case of a hang, 0: none"""
+"""calls that every Buffer remembers for the case of a hang, 0: none, and no lines or dumps of hangs"""
 
 recorder_frames = Variable("DEEP_EP_RECORDER_FRAMES", _up_to(64), "1")
 """frames of the program's stack that are remembered with each call, from the line that called; 0: none"""
 
 warn_s = Variable("DEEP_EP_WARN_S", _SECONDS, "10")
-"""how long an operation waits until one rank says for whom and why, 0: it does not"""
+"""how long an operation waits until one rank says for whom and why, 0: until shortly before it times out"""
 
 dump_dir = Variable("DEEP_EP_DUMP_DIR", _optional(_FOLDER))
 """where a dump of all ranks goes when an operation times out; unset: beside TORCH_FR_DUMP_TEMP_FILE, or nowhere"""
@@ -238,7 +238,7 @@ inject = Variable("DEEP_EP_INJECT", Kind("FAULT[,FAULT...]", "faults", str))
 """faults every Buffer injects, as --inject takes them"""
 
 diagnose = Variable("DEEP_EP_DIAGNOSE", _DIAGNOSE_MODE, "0")
-"""every Buffer watches itself: every STEPS operations, or every SECONDS; 1 is async:20"""
+"""every Buffer watches itself: every STEPS operations, or every SECONDS; 1 is async:20, with kernels of other packages async:1"""
 
 diagnose_dir = Variable("DEEP_EP_DIAGNOSE_DIR", _optional(_FOLDER))
 """where rank 0 appends a record per window; unset: nowhere"""

@@ -3,8 +3,8 @@
 `python -m deep_ep.tune`, under torchrun, measures; `remembered` finds what was chosen.
 """
 
-from deep_ep.tune.choice import Tuned
+from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.memory import remembered
 from deep_ep.tune.trials import Model
 
-__all__ = ["Model", "Tuned", "remembered"]
+__all__ = ["Experts", "Model", "Tuned", "remembered"]

@@ -14,10 +14,19 @@ import torch.distributed as dist
 
 from deep_ep import Config
 from deep_ep.doctor.job import Job
-from deep_ep.tune import Model, Tuned, choice, meeting, memory, modelled, remembered, trials
+from deep_ep.tune import (
+    Experts,
+    Model,
+    Tuned,
+    choice,
+    meeting,
+    memory,
+    modelled,
+    remembered,
+    trials,
+)
 from deep_ep.tune import __main__ as program
 from deep_ep.tune.__main__ import main
-from deep_ep.tune.choice import Experts
 from deep_ep.tune.trials import Times, Trial
 from support.program import run_program, torchrun
 
