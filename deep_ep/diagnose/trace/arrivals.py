@@ -38,12 +38,25 @@ def arrivals(traces: Sequence[RankTrace]) -> list[Arrivals]:
 
 def _matched(exchanges: list[list[TracedExchange]]) -> tuple[list[list[TracedExchange]], int]:
     """As many of each rank: those with the same number of a call, or where they have none by order; and how many are left."""
-    numbered = [{each.calls[0]: each for each in of_rank if each.calls} for of_rank in exchanges]
+    numbered = [_by_call(of_rank) for of_rank in exchanges]
     common = set.intersection(*(set(of_rank) for of_rank in numbered))
     if common:
-        return [[of_rank[call] for call in sorted(common)] for of_rank in numbered], 0
+        order = sorted(common, key=lambda call: numbered[0][call].span_us[0])
+        return [[of_rank[call] for call in order] for of_rank in numbered], 0
     counts = [len(of_rank) for of_rank in exchanges]
     return [of_rank[: min(counts)] for of_rank in exchanges], max(counts) - min(counts)
+
+
+def _by_call(exchanges: list[TracedExchange]) -> dict[tuple[int, int], TracedExchange]:
+    """By number of the call, and how often it was there before: each buffer counts its own calls."""
+    seen: Counter[int] = Counter()
+    numbered = {}
+    for each in exchanges:
+        if each.calls:
+            call = each.calls[0]
+            numbered[call, seen[call]] = each
+            seen[call] += 1
+    return numbered
 
 
 class Arrivals:
@@ -90,7 +103,8 @@ class Arrivals:
         self.moving_us = self.duration_us - self.waiting_us
         self.after_us = ends - met if self.has_notify else np.zeros(ends.shape)
         self.over_median_us = self.late_us - median(self.late_us, 0)
-        self.is_last = self.late_us.argmax(axis=0) == np.arange(len(traces))[:, None]
+        is_latest = self.late_us.argmax(axis=0) == np.arange(len(traces))[:, None]
+        self.is_last = is_latest & (self.late_us > 0)
         # Since the end of the latest exchange that had ended before; a rank's first one has none.
         self.own_us = np.empty(begins.shape)
         for i, trace in enumerate(traces):

@@ -86,8 +86,8 @@ class TraceStream:
             except (RecursionError, ValueError):  # the latter of Python's int
                 raise self._damage("too deep, or a number of thousands of digits") from None
             else:
-                # A number may go on in the next chunk.
-                if end < len(self._text) or self._ended:
+                # A number may go on in the next chunk, behind a part of "e-5".
+                if end + len("e-") < len(self._text) or self._ended:
                     self._at = end
                     return value
             self._read()

@@ -405,17 +405,35 @@ def test_damaged_gzip_and_text_are_named(tmp_path: Path) -> None:
             rank_trace.read(tmp_path / name)
 
 
+def test_numbers_count_for_each_buffer(tmp_path: Path) -> None:
+    """Two buffers, whose calls have the same numbers; rank 1 comes late to those of the first one."""
+    traces = []
+    for rank in range(2):
+        events = []
+        for number in range(6):
+            concrete = ["", "", str(rank), "2", str(number // 2 + 1)]
+            begin, late = 100 * number, 3 * rank * (number % 2 == 0)
+            events.append(operator("deep_ep::combine", begin, number, [[T, H]], [BF16], concrete))
+            name = "ep::normal_combine<8>(ep::Args)"
+            events.append(kernel(name, begin + late, 20 - late, number))
+        traces.append(traced(tmp_path, events, rank))
+    (found,) = arrivals(traces)
+    assert found.late_us.tolist() == [[0] * 6, [3, 0] * 3]
+    assert found.is_last.tolist() == [[False] * 6, [True, False] * 3]
+
+
 @given(st.integers(1, 40), st.booleans())
 def test_where_chunks_end_does_not_matter(size: int, packed: bool) -> None:
     events = [*one_step(), 5, "text", {"name": "é" * 3, "n": 12345}]
-    data = json.dumps({"n": 123456, "traceEvents": events, "last": [1, {}]}, indent=1).encode()
+    header = {"n": 123456, "x": 1.5e-07, "last": [1, {}]}
+    data = json.dumps({"traceEvents": events, **header}, indent=1).encode()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(stream, "_CHUNK", size)
         path = Path(folder, "t.json")
         path.write_bytes(gzip.compress(data) if packed else data)
         read = stream.TraceStream(path)
         assert list(read) == [each for each in events if isinstance(each, dict)]
-        assert read.header == {"n": 123456, "last": [1, {}]}
+        assert read.header == header
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
