@@ -554,6 +554,15 @@ def test_missing_ranks_leave_a_partial_result_that_says_so() -> None:
     assert judge_waits(again(np.full((8, 8), np.nan))).keys == set()
 
 
+@pytest.mark.parametrize(("silent", "nodes"), [([0], "-00111222"), ([3, 4, 5], "000---111")])
+def test_nodes_are_numbered_without_those_of_silent_ranks(silent: list[int], nodes: str) -> None:
+    matrix = even(9)
+    matrix[silent] = np.nan
+    hosts = ["", *"aabbbccc"] if len(silent) == 1 else [*"aaabbbccc"]
+    diagnosis = judge_waits(again(matrix), hosts=hosts)
+    assert diagnosis.nodes == tuple(-1 if node == "-" else int(node) for node in nodes)
+
+
 def test_a_late_rank_that_does_not_report_is_named_by_the_others() -> None:
     matrix = late(8, 5, wait=100.0)
     matrix[5] = np.nan

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...core import quantities
 from ...core.causes import Cause
-from ...core.diagnosis import BoolArray, Diagnosis, FloatArray, Measured, Verdict
+from ...core.diagnosis import BoolArray, Diagnosis, FloatArray, IntArray, Measured, Verdict
 from ...core.package import EPArgumentError, ranks_text
 from ...core.robust_stats import median, median_of, scale
 from .lasting import (
@@ -153,10 +153,16 @@ def judge_waits(
         remarks=_remarks(undecided, missing, hosts, unit_ns, operations, floor),
         hosts=tuple("" if gone else n for n, gone in zip(hosts or ["?"] * num_ranks, missing)),
         devices=tuple(-1 if gone else d for d, gone in zip(devices, missing)),
-        nodes=tuple(np.where(missing, -1, nodes).tolist()) if nodes.any() else (),
+        nodes=_numbered(nodes, missing) if nodes.any() else (),
         savings_us=savings,
         source="waits",
     )
+
+
+def _numbered(nodes: IntArray, missing: BoolArray) -> tuple[int, ...]:
+    """As in `Diagnosis.nodes`: -1 of ranks that did not report, the others from 0 on without gaps."""
+    order = list(dict.fromkeys(nodes[~missing].tolist()))
+    return tuple(-1 if gone else order.index(node) for node, gone in zip(nodes.tolist(), missing))
 
 
 # ---- what is named
