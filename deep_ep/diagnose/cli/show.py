@@ -41,7 +41,7 @@ def show(given: argparse.Namespace) -> int:
         record = log[index]
         found = found or bool(record.diagnosis.verdicts)
         console.print(heading(record, _position(numbers, record), why))
-        report(record.diagnosis, console)
+        report(record.diagnosis, console, with_paths=not record.block_of)
         if given.links is not None:
             _print_limits(record.diagnosis, given.links, console)
         console.print()

@@ -66,7 +66,7 @@ def _screen(above: Sequence[str], latest: Mapping[str, Record], console: Console
     parts: list[RenderableType] = [Text(line) for line in above]
     for record in latest.values():
         which = heading(record, f"{record.group}, window {record.window}")
-        parts += [Text(), which, render(record.diagnosis, console)]
+        parts += [Text(), which, render(record.diagnosis, console, with_paths=not record.block_of)]
     return Group(*parts)
 
 

@@ -54,19 +54,24 @@ def standard_output(width: int | None = None) -> Console:
     return Console(width=width)
 
 
-def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
+def report(
+    diagnosis: Diagnosis, console: Console | None = None, *, with_paths: bool = True
+) -> None:
     """Prints the heatmap of every operation, the verdicts, and what the wires did.
 
     Args:
         diagnosis: what `run` or `judge` returned.
         console: where to; standard output by default. Its width and its colours are respected.
+        with_paths: whether the slowest paths are listed; of stored means over blocks of ranks none is known.
     """
     console = console or standard_output()
-    console.print(render(diagnosis, console))
+    console.print(render(diagnosis, console, with_paths=with_paths))
 
 
-def render(diagnosis: Diagnosis, console: Console) -> RenderableType:
-    """The report as something rich can print; sized for `console`."""
+def render(
+    diagnosis: Diagnosis, console: Console, *, with_paths: bool = True
+) -> RenderableType:
+    """The report as something rich can print; sized for `console`. See `report`."""
     sections: list[list[RenderableType]] = []
     if diagnosis.num_ranks > 1:
         sections += [[_heatmap(diagnosis, m, console)] for m in diagnosis.measured.values()]
@@ -74,7 +79,7 @@ def render(diagnosis: Diagnosis, console: Console) -> RenderableType:
         *_causes(diagnosis),
         _outliers(diagnosis),
         _notes(diagnosis),
-        _bandwidths(diagnosis),
+        _bandwidths(diagnosis, with_paths),
     ]
     parts: list[RenderableType] = []
     for section in sections:
@@ -136,8 +141,8 @@ def _outliers(diagnosis: Diagnosis) -> list[RenderableType]:
     return [heading, *(_Hanging(Text(text), 4, first=2) for text in told)]
 
 
-def _bandwidths(diagnosis: Diagnosis) -> list[RenderableType]:
-    rows = bandwidths.rows(diagnosis)
+def _bandwidths(diagnosis: Diagnosis, with_paths: bool) -> list[RenderableType]:
+    rows = bandwidths.rows(diagnosis, with_paths=with_paths)
     if not rows or diagnosis.num_ranks < 2:
         return []
     table = Table(

@@ -168,6 +168,7 @@ def test_show_says_that_stored_matrices_are_means_over_blocks(run: Run, tmp_path
     Writer(tmp_path, "ep").write(record(fixtures.diagnosis(256)), with_matrices=True)
     _, out, _ = run("show", tmp_path)
     assert "matrices were stored as means over blocks of ranks" in " ".join(out.split())
+    assert "not known" in out.split("bandwidth in GB/s")[1]
     page = tmp_path / "page.html"
     run("show", tmp_path, "--html", page)
     assert "stored as means over blocks of ranks" in page.read_text(encoding="utf-8")
