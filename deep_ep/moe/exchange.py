@@ -87,7 +87,6 @@ def combine(y: Tensor, dispatched: Dispatched, *, async_finish: bool = False) ->
     if not torch.compiler.is_compiling():
         fix = "Pass what deep_ep.moe.dispatch returned"
         checks.instance(_COMBINE, "dispatched", dispatched, Dispatched, fix)
-        checks.instance(_COMBINE, "y", y, Tensor, "Pass the rows that the experts made")
         (async_finish,) = checks.flags(_COMBINE, async_finish=async_finish)
     check_combine(y, dispatched.x)
     weights, way, buffer = dispatched.topk_weights, dispatched.way, dispatched.buffer
@@ -208,6 +207,8 @@ def checked_options(
 
 def check_combine(y: Tensor, rows: Tensor) -> None:
     """Raises what `combine` raises of what the experts made of these rows, before anything is sent."""
+    if not torch.compiler.is_compiling():
+        checks.instance(_COMBINE, "y", y, Tensor, "Pass the rows that the experts made")
     _check_bfloat16(f"{_COMBINE}: y", y)
     if torch.compiler.is_compiling():
         return

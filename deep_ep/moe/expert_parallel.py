@@ -87,7 +87,7 @@ class ExpertParallel(torch.nn.Module):
         Raises:
             EPError: see `deep_ep.moe.dispatch` and `deep_ep.moe.combine`.
         """
-        tokens = x.flatten(0, -2), topk_idx.flatten(0, -2), topk_weights.flatten(0, -2)
+        tokens = _rows(x), _rows(topk_idx), _rows(topk_weights)
         if self.micro_batches == 2 and not torch.compiler.is_compiling():
             options = Options(self.num_experts, self.fp8, True, self.expert_alignment)
             combined = two_micro_batches(self.experts, self.buffer, options, *tokens)
@@ -105,3 +105,8 @@ class ExpertParallel(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, ranks={self.buffer.group_size}, fp8={self.fp8}"
+
+
+def _rows(given: Tensor) -> Tensor:
+    """[num_tokens, ...]; one token may have no leading dimension."""
+    return (given if given.dim() > 1 else given[None]).flatten(0, -2)

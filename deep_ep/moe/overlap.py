@@ -134,7 +134,8 @@ class MoEOverlapped(torch.autograd.Function):
                 "kept for one backward. Call forward again, or leave micro_batches out."
             )
         ways = [part.arrived.way for part in computed]
-        grads = grad[: ctx.middle].contiguous(), grad[ctx.middle :].contiguous()
+        halves = grad[: ctx.middle], grad[ctx.middle :]
+        grads = [steps.aligned(half.contiguous()) for half in halves]
         ready = Buffer.capture()
         came = [
             steps.send_back(buffer, ways[0], grads[0]),

@@ -9,8 +9,8 @@ from deep_ep.base.group import as_group
 from deep_ep.buffer import Buffer
 from deep_ep.types.config import ELEMENT_BYTES, largest_hints
 
-# By group; the group is kept with its buffer, so that no other one gets its identity.
-_buffers: dict[int, tuple[Any, weakref.ref[Buffer]]] = {}
+# By identity of the group, which the buffer keeps.
+_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 
 def shared_buffer(group: Any, hidden: int) -> Buffer:
@@ -29,13 +29,12 @@ def shared_buffer(group: Any, hidden: int) -> Buffer:
     num_ranks = as_group(group).size
     configs = Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)
     nvl_bytes, rdma_bytes = largest_hints(configs, hidden * ELEMENT_BYTES, num_ranks)
-    _, known = _buffers.get(id(group), (None, None))
-    buffer = known() if known is not None else None
+    buffer = _buffers.get(id(group))
     if buffer is not None:
         if buffer.num_nvl_bytes >= nvl_bytes and buffer.num_rdma_bytes >= rdma_bytes:
             return buffer
         nvl_bytes = max(nvl_bytes, buffer.num_nvl_bytes)
         rdma_bytes = max(rdma_bytes, buffer.num_rdma_bytes)
     buffer = Buffer(group, nvl_bytes, rdma_bytes)
-    _buffers[id(group)] = group, weakref.ref(buffer)
+    _buffers[id(group)] = buffer
     return buffer

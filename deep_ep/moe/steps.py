@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deep_ep.base.rules import VECTOR_BYTES
 from deep_ep.buffer import Buffer
 from deep_ep.moe import permutation as permuting
+from deep_ep.moe.awaited import AwaitedTensor
 from deep_ep.moe.permutation import Permutation
 from deep_ep.observe import parts
 from deep_ep.types.event import EventOverlap
@@ -89,7 +91,7 @@ def prepare(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
 ) -> dict[str, Any]:
     """All of a dispatch that needs no other rank: what `Buffer.dispatch` takes, by name; rows as they travel."""
-    rows = per_token_cast_to_fp8(x) if options.fp8 else x
+    rows = per_token_cast_to_fp8(x) if options.fp8 else _known(x)
     return {"x": rows, **routing(buffer, topk_idx, topk_weights, options.num_experts)}
 
 
@@ -164,7 +166,7 @@ def dispatch_backward(
         with parts.measured(buffer.communicator, "unpermute"):
             grad_x = permuting.add_up(grad_x, way.permutation, way.num_rows, None)
     grads, weights, event = buffer.combine(
-        grad_x, way.handle, topk_weights=grad_weights, async_finish=async_finish
+        aligned(grad_x), way.handle, topk_weights=grad_weights, async_finish=async_finish
     )
     assert weights is not None
     return grads, weights, event
@@ -177,7 +179,7 @@ def combine(
     if way.permutation is not None:
         with parts.measured(buffer.communicator, "unpermute"):
             y = permuting.add_up(y, way.permutation, way.num_rows, weights)
-    combined, _, event = buffer.combine(y, way.handle, async_finish=async_finish)
+    combined, _, event = buffer.combine(_known(y), way.handle, async_finish=async_finish)
     return combined, event
 
 
@@ -193,7 +195,7 @@ def send_back(
 ) -> tuple[Tensor, EventOverlap]:
     """Sends the gradient of each token the way that the token went; `after` as in `send`. Collective."""
     received, _, _, _, _, event = buffer.dispatch(
-        grad, handle=way.handle, previous_event=after, async_finish=after is not None
+        aligned(grad), handle=way.handle, previous_event=after, async_finish=after is not None
     )
     assert isinstance(received, Tensor)
     return received, event
@@ -208,3 +210,13 @@ def weigh(
         return received, torch.zeros_like(weights)
     with parts.measured(buffer.communicator, "unpermute"):
         return permuting.weighed_backward(received, y, way.permutation, weights)
+
+
+def _known(rows: Tensor) -> Tensor:
+    """The tensor itself, once the current stream waits for it."""
+    return rows.wait() if isinstance(rows, AwaitedTensor) else rows
+
+
+def aligned(grad: Tensor) -> Tensor:
+    """Rows as kernels take them. Autograd may hand over a view that begins anywhere."""
+    return grad.clone() if grad.data_ptr() % VECTOR_BYTES else grad

@@ -45,7 +45,8 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
         u, v = u.double() + 1, v.double() + 1
         products += float((u * v).sum())
         squares += float((u * u + v * v).sum())
-    return 1 - 2 * products / squares
+    # Without squares all of both is -1.
+    return 1 - 2 * products / squares if squares else 0.0
 
 
 def hash_tensor(t: torch.Tensor) -> int:

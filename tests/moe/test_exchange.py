@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deep_ep
 from deep_ep import moe
+from deep_ep.base.group import thread_groups
 from deep_ep.errors import EPArgumentError, EPTransportError, EPUsageError
 from deep_ep.moe.awaited import AwaitedTensor
 from deep_ep.types.event import EventOverlap
@@ -236,6 +239,7 @@ def test_the_module_takes_any_leading_dimensions_and_its_experts_learn(async_com
         x = tokens.x.detach().unflatten(0, (2, 3)).requires_grad_()
         combined = layer(x, *shaped)
         assert combined.shape == x.shape
+        assert torch.equal(layer(x[0, 0], *(t[0, 0] for t in shaped)), combined[0, 0])
         total = torch.where(shaped[0] >= 0, shaped[1], 0).sum(-1, keepdim=True)
         residual = x + combined
         assert torch.equal(residual.float(), (x + (2 * x * total).bfloat16()).float())
@@ -294,6 +298,36 @@ def test_who_uses_values_of_an_awaited_tensor_waits_and_who_looks_at_its_shape_d
     assert torch.equal(awaited * 2, torch.full((4, 2), 6.0))
     assert event.num_waits == 2  # the second may be on another stream
     assert "3." in repr(awaited)
+
+
+def test_layers_whose_results_are_awaited_follow_each_other() -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        results = []
+        for async_combine in (False, True):
+            tokens = tokens_of(SQUARE, rank)
+            of_layer = {"buffer": buffer, "async_combine": async_combine}
+            twice = moe.ExpertParallel(experts_of(rank, SQUARE), SQUARE.num_experts, **of_layer)
+            once = twice(*tokens.given)
+            results.append(tokens.results(twice(once, tokens.topk_idx, tokens.weights)))
+        assert_exact(results[1], tuple(each.double() for each in results[0]))
+
+    on_ranks(SQUARE, run, 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_may_begin_anywhere(micro_batches: int) -> None:
+    """Of what is put behind one number, autograd hands over views that kernels cannot take."""
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens, experts = tokens_of(SQUARE, rank), experts_of(rank, SQUARE)
+        of_layer = {"buffer": buffer, "micro_batches": micro_batches}
+        combined = moe.ExpertParallel(experts, SQUARE.num_experts, **of_layer)(*tokens.given)
+        behind = torch.cat([combined.new_ones(1), combined.flatten()])
+        behind.backward(torch.cat([combined.new_ones(1), tokens.grad.flatten()]))
+        got = combined.detach(), tokens.x.grad, tokens.weights.grad
+        assert_exact(got, expected(tokens_of(SQUARE, rank), SQUARE))
+
+    on_ranks(SQUARE, run, 2)
 
 
 def compare_compiled(rank: int, group: dist.ProcessGroup) -> list[int]:
@@ -370,6 +404,11 @@ def test_what_is_refused_is_refused_before_anything_is_sent(
             moe.combine(sent.x.float(), sent)
         with pytest.raises(EPArgumentError, match="combine: y is on meta; it must be on cpu"):
             moe.combine(sent.x.to("meta"), sent)
+        for micro_batches in (1, 2):
+            of_layer = {"buffer": buffer, "micro_batches": micro_batches}
+            several = moe.ExpertParallel(lambda rows, _: (rows,), sizes.num_experts, **of_layer)
+            with pytest.raises(EPArgumentError, match="combine: y is a tuple"):
+                several(tokens.x.to(torch.bfloat16), tokens.topk_idx, tokens.weights)
         with pytest.raises(EPArgumentError, match="num_experts is 0"):
             moe.ExpertParallel(lambda rows, _: rows, 0, buffer)
 
@@ -386,6 +425,15 @@ def test_sizes_are_those_that_buffers_and_the_doctor_count() -> None:
     assert (needed.num_rdma_bytes, needed.num_qps_per_rank) == (0, 32)
     with pytest.raises(EPArgumentError, match="topk is 0"):
         deep_ep.sizes(hidden=7168, tokens=128, topk=0, experts=256, ranks=8)
+
+
+def test_a_group_goes_with_its_shared_buffer() -> None:
+    (group,) = thread_groups(1)
+    kept = weakref.ref(group)
+    assert moe.shared_buffer(group, 128).group is group
+    del group
+    gc.collect()
+    assert kept() is None
 
 
 def test_layers_share_a_buffer_which_is_made_larger_when_it_must_be() -> None:

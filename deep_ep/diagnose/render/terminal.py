@@ -68,9 +68,7 @@ def report(
     console.print(render(diagnosis, console, with_paths=with_paths))
 
 
-def render(
-    diagnosis: Diagnosis, console: Console, *, with_paths: bool = True
-) -> RenderableType:
+def render(diagnosis: Diagnosis, console: Console, *, with_paths: bool = True) -> RenderableType:
     """The report as something rich can print; sized for `console`. See `report`."""
     sections: list[list[RenderableType]] = []
     if diagnosis.num_ranks > 1:

@@ -72,7 +72,10 @@ def wait_windows(given: Mapping[str, Any]) -> FloatArray:
 
 def _array(given: Any) -> np.ndarray[Any, Any]:
     """Of a list, array or tensor; of objects where rows differ in length."""
-    on_host = given.detach().cpu().numpy() if hasattr(given, "detach") else given
+    on_host = given
+    if hasattr(given, "detach"):
+        # NumPy has no bfloat16.
+        on_host = (given.double() if given.is_floating_point() else given).detach().cpu().numpy()
     try:
         return np.asarray(on_host)
     except ValueError:
