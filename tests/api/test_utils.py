@@ -67,6 +67,7 @@ def test_differences() -> None:
     y = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0])
     assert math.calc_diff(*y) == pytest.approx(1 - 2 * (1 * 2 + 2 * 2) / (1 + 4 + 4 + 4))
     assert math.calc_diff(x[:0], x[:0]) == 0
+    assert math.calc_diff(-torch.ones(4), -torch.ones(4)) == 0
     assert math.hash_tensor(x) == math.hash_tensor(x.flip(0)) != math.hash_tensor(x + 1)
     assert math.hash_tensor(torch.tensor([3, 4], dtype=torch.int32)) == 7
 

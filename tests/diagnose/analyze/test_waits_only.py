@@ -603,7 +603,12 @@ def test_the_diagonal_says_nothing() -> None:
 
 def test_lists_arrays_and_tensors_are_taken_and_left_as_they_are() -> None:
     windows = again(late(8, 5, wait=100.0))["dispatch"]
-    for given_ in (windows.tolist(), windows.astype(np.int64), torch.tensor(windows).long()):
+    for given_ in (
+        windows.tolist(),
+        windows.astype(np.int64),
+        torch.tensor(windows).long(),
+        torch.tensor(windows).bfloat16(),
+    ):
         assert judge_waits(given_).keys == LATE
     assert windows[0, 0, 0] == 10.0
 
