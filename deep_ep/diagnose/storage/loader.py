@@ -56,7 +56,7 @@ def read_any(path: Path | str) -> Log:
         The windows in order of time, and what could not be read.
 
     Raises:
-        EPArgumentError: nothing there can be read; names file, line and what was expected.
+        EPArgumentError: nothing there can be read, or only once, as from a pipe; names file, line and what was expected.
         OSError: a file cannot be read.
     """
     path = Path(path)
@@ -64,6 +64,10 @@ def read_any(path: Path | str) -> Log:
         raise EPArgumentError(f"{path}: there is no such file or folder; expected {_EXPECTED}.")
     if path.is_dir():
         return _read_folder(path)
+    if not path.is_file():
+        raise EPArgumentError(
+            f"{path} is no regular file, and it is read more than once. Write what it says into a file first."
+        )
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith((_ARCHIVE, _ARRAY)):

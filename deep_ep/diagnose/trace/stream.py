@@ -36,7 +36,16 @@ class TraceStream:
         self._ended = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The events; entries that are no objects are passed over. Damage is an EPArgumentError that names the character."""
+        """The events; entries that are no objects are passed over.
+
+        Raises:
+            EPArgumentError: the trace is damaged, with the character; or it is a pipe, which can be read only once.
+            OSError: the file cannot be read.
+        """
+        if self.path.exists() and not self.path.is_file():
+            raise EPArgumentError(
+                f"{self.path} is no regular file, and it is read more than once. Write what it says into a file first."
+            )
         with open(self.path, "rb") as file:
             is_packed = file.read(len(_GZIP)) == _GZIP
         with (gzip.open if is_packed else open)(self.path, "rt", encoding="utf-8") as self._file:

@@ -365,6 +365,15 @@ def test_a_pipe_in_a_folder_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert len(read_any(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("command", ["show", "trace"])
+def test_a_pipe_is_refused_by_name_and_not_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert main([command, str(tmp_path / "pipe")]) == 2
+    assert f"{tmp_path}/pipe is no regular file" in capsys.readouterr().err
+
+
 # --- names that anybody can guess ------------------------------------------------------------------
 
 
