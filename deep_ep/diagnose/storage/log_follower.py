@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ class _Position:
     offset: int = 0
     line: int = 0
     skips: bool = False
+    is_told: bool = False  # that it cannot be read
 
 
 class Follower:
@@ -30,16 +30,28 @@ class Follower:
         self._positions: dict[Path, _Position] = {}
 
     def catch_up(self) -> Iterator[Record | str]:
-        """The records that came since the last call, and in their place notes about lines that are none."""
+        """The records that came since the last call, and in their place notes about lines that are none.
+
+        Of a file that cannot be read there is one note, and the others are read.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
         files = [self._path] if self._path.exists() else []
         if self._path.is_dir():
             files = foreign.files_in(self._path, record_layout.FILE_PATTERN)
         # A file that is gone and comes back is a new one.
         self._positions = {file: self._positions.get(file, _Position()) for file in files}
         for file, position in self._positions.items():
-            # It may have vanished since it was listed.
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 yield from _read_on(file, position)
+            except FileNotFoundError:
+                pass  # it has vanished since it was listed
+            except OSError as error:
+                if not position.is_told:
+                    position.is_told = True
+                    why = error.strerror or error
+                    yield f"{printable(str(file))}: {why}. Its windows are missing."
 
 
 def _read_on(file: Path, position: _Position) -> Iterator[Record | str]:

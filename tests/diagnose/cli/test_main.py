@@ -332,6 +332,29 @@ def test_a_file_that_vanishes_after_it_was_listed_ends_nothing(tmp_path: Path) -
     assert not list(found)
 
 
+def test_a_file_that_may_not_be_read_is_told_once_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for group in ("a", "b"):
+        Writer(tmp_path, group).write(record(HEALTHY, 1, group), with_matrices=False)
+    file, read_on = tmp_path / "diagnose-a.jsonl", log_follower._read_on
+
+    def refuse(path: Path, position: log_follower._Position) -> Iterator[Record | str]:
+        # The tests may be root, who may read everything.
+        if path == file:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read_on(path, position)
+
+    follower = Follower(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(log_follower, "_read_on", refuse)
+        first, second = fixtures.caught_up(follower), fixtures.caught_up(follower)
+    assert [one.group for one in first] == ["b"]
+    assert first.remarks == (f"{file}: Permission denied. Its windows are missing.",)
+    assert second.remarks == ()
+    assert [one.group for one in fixtures.caught_up(follower)] == ["a"]
+
+
 def test_a_follower_tells_about_bad_lines_and_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "diagnose-ep.jsonl"
     line = to_line(record(HEALTHY), with_matrices=False)
