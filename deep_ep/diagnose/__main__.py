@@ -278,10 +278,12 @@ def _prometheus(given: argparse.Namespace) -> int:
 
     try:
         server = prometheus.serve(prometheus.Metrics(new_records), *given.listen)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         host, port = given.listen
+        # The latter of Python's encoding of names.
+        why = error.strerror if isinstance(error, OSError) else "no name of a host"
         raise EPArgumentError(
-            f"--listen is {host}:{port}, where nothing can be served ({error.strerror}). Name an address of this "
+            f"--listen is {host}:{port}, where nothing can be served ({why}). Name an address of this "
             "machine and a port that is free, such as 127.0.0.1:9477."
         ) from None
     host, port = server.server_address[:2]

@@ -408,6 +408,9 @@ def test_where_metrics_cannot_be_served_the_address_is_named(run: Run, folder: P
         status, _, err = run("prometheus", folder, "--listen", f"[::1]:{port}")
     assert status == 2
     assert f"--listen is ::1:{port}, where nothing can be served (Address already in use)" in err
+    status, _, err = run("prometheus", folder, "--listen", "node..local:9477")
+    assert status == 2
+    assert "--listen is node..local:9477, where nothing can be served (no name of a host)" in err
 
 
 def test_on_a_terminal_watch_shows_the_heatmaps(
