@@ -69,6 +69,7 @@ def load(path: Path | str) -> list[Snapshot]:
     Raises:
         EPArgumentError: nothing is there, or a file is damaged or of another version; names the file,
             the entry and what was expected.
+        OSError: a file cannot be read.
     """
     path = Path(path)
     found = foreign.files_in(path, FILE_PATTERN) if path.is_dir() else [path]
@@ -82,7 +83,10 @@ def load(path: Path | str) -> list[Snapshot]:
 
 def _load_file(file: Path) -> Snapshot:
     expected = f"expected a whole {SCHEMA!r} archive, as diagnose.save() writes"
-    if not zipfile.is_zipfile(file):
+    # Of a name alone, `is_zipfile` takes what cannot be opened for no archive.
+    with file.open("rb") as opened:
+        is_archive = zipfile.is_zipfile(opened)
+    if not is_archive:
         raise EPArgumentError(
             f"{file}: no archive, or cut off; {expected}. Was the program stopped while it wrote?"
         )

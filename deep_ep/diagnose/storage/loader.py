@@ -96,10 +96,11 @@ def _read_counters(files: Sequence[Path]) -> Log:
     for file in files:
         try:
             snapshots += counter_archive.load(file)
-        except EPArgumentError as error:
+        except (EPArgumentError, OSError) as error:
             if len(files) == 1:
                 raise
-            remarks.append(printable(f"left out: {error}"))
+            why = f"{file}: {error.strerror}" if isinstance(error, OSError) else error
+            remarks.append(printable(f"left out: {why}"))
     if not snapshots:
         raise EPArgumentError(f"{files[0].parent}: no file can be read; {remarks[0]}")
     # Without a ring there is no number, and nothing to roll back.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 import os
 import re
 import shutil
@@ -242,6 +245,24 @@ def test_counters_of_some_ranks_are_judged_and_the_missing_named(tmp_path: Path)
     assert ("comp-slow", 1) in log[0].diagnosis.keys
     assert str(file) in log.remarks[0]
     assert re.search(r"\branks 0, 3\b", " ".join(log[0].diagnosis.remarks))
+
+
+def test_counters_that_may_not_be_read_are_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, opened = counter_archive.save(snapshots(), tmp_path), io.open
+
+    def refuse(file: Path, *arguments: Any, **more: Any) -> Any:
+        # The tests may be root, who may read everything.
+        if file == files[0]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return opened(file, *arguments, **more)
+
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", refuse)
+    assert read_any(tmp_path).remarks[0] == f"left out: {files[0]}: Permission denied"
+    with pytest.raises(PermissionError):
+        counter_archive.load(files[0])
 
 
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
