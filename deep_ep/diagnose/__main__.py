@@ -113,7 +113,10 @@ def _add_hang(parser: argparse.ArgumentParser) -> None:
         help="where dumps were written, or the logs of all ranks",
     )
     parser.add_argument(
-        "--svg", type=_path, metavar="OUT", help="also write the graph as a picture"
+        "--svg",
+        type=_path,
+        metavar="OUT",
+        help="also write the graph of the first buffer as a picture",
     )
     _add_page_and_width(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead")

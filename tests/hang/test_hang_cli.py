@@ -107,6 +107,17 @@ def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len([path for path in drawn.iter(f"{SVG}path") if path.get("class") == "lost"]) == 1
 
 
+def test_where_no_buffer_was_dumped_there_is_no_picture_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"version": "2.10", "pg_config": {}, "entries": []}
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(plain))
+    svg = tmp_path / "picture.svg"
+    assert main(["hang", str(tmp_path), "--svg", str(svg)]) == 2
+    assert "--svg: there is no graph of a buffer to draw" in capsys.readouterr().err
+    assert not svg.exists()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 64])
 def test_a_picture_of_ranks_that_all_wait_for_each_other(num_ranks: int) -> None:
     pairs = {(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b}

@@ -13,7 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import safe_files
-from ..core.package import HangVerdict, folder, hang_picture, hang_report, printable
+from ..core.package import (
+    EPArgumentError,
+    HangVerdict,
+    folder,
+    hang_picture,
+    hang_report,
+    printable,
+)
 from ..render.page import page, part
 from ..render.terminal import standard_output
 
@@ -24,6 +31,11 @@ CAUSES = 3
 def hang(given: argparse.Namespace) -> int:
     """Prints the verdict and what it rests on, and writes the files asked for; returns the exit status."""
     found = folder.read_folder(*given.paths)
+    if given.svg is not None and not found.buffers:
+        raise EPArgumentError(
+            "--svg: there is no graph of a buffer to draw; no dump of a buffer was found, and no log says that somebody "
+            "waits. Leave --svg out to see the rest."
+        )
     hangs = any(buffer.verdict.causes for buffer in found.buffers) or bool(found.collectives)
     status = CAUSES if given.check and hangs else 0
     if given.json:
@@ -31,7 +43,7 @@ def hang(given: argparse.Namespace) -> int:
         sys.stdout.write("\n")
     else:
         _print(standard_output(given.width), found)
-    if given.svg is not None and found.buffers:
+    if given.svg is not None:
         safe_files.write(given.svg, svg_text(found.buffers[0].verdict).encode())
     if given.html is not None:
         title = f"Why it hangs: {', '.join(map(str, given.paths[:3]))}"
