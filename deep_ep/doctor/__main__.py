@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import signal
 import socket
 import sys
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_closed_streams()
     parser = _parser()
     given = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the terminal cannot show must not end the report.
+        sys.stdout.reconfigure(errors="replace")
     host = Host()
     checks = [check for subject in _SUBJECTS for check in subject.CHECKS]
     model = {name: value for name in _MODEL if (value := getattr(given, name)) is not None}

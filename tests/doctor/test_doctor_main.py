@@ -7,13 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import deep_ep
+from deep_ep.doctor import __main__ as program
 from deep_ep.doctor import exchange, package
 from deep_ep.doctor.__main__ import main
-from deep_ep.doctor.checks import FAIL, OK, examine, fail, ok, report, warn
+from deep_ep.doctor.checks import FAIL, OK, Check, examine, fail, ok, report, warn
 from made_up_host import made_up, named
 
 ROOT = Path(deep_ep.__file__).resolve().parent.parent
@@ -76,6 +78,17 @@ def test_it_alone_runs_where_torch_does_not_load(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
     without = python("-c", "import deep_ep", path=(tmp_path,))
     assert "OSError: libcudart.so.13: cannot open" in without.stderr
+
+
+def test_what_the_terminal_cannot_show_does_not_end_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subject = SimpleNamespace(CHECKS=[Check("a", lambda host: ok("é of a name"))])
+    shown = io.BytesIO()
+    monkeypatch.setattr(program, "_SUBJECTS", (subject,))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert main([]) == 0
+    assert b" ? of a name\n" in shown.getvalue()
 
 
 @pytest.mark.parametrize(
