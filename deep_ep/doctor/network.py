@@ -116,8 +116,9 @@ def _gids(host: Host) -> Iterator[Finding]:
     """On Ethernet a connection names the GID it leaves by; a wrong one ends in time-outs (status 110, 12)."""
     asked = host.environment.get("NVSHMEM_IB_GID_INDEX", "")
     for name, folder in _ports(host):
-        # InfiniBand routes without GIDs.
-        if host.text(f"{folder}/link_layer") != "Ethernet":
+        # InfiniBand routes without GIDs, and a port that is down has none.
+        is_ethernet = host.text(f"{folder}/link_layer") == "Ethernet"
+        if not is_ethernet or "ACTIVE" not in host.text(f"{folder}/state"):
             continue
         usable = [
             index

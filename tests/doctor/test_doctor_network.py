@@ -77,6 +77,11 @@ def test_a_port_that_is_down_is_named_and_all_down_fail(tmp_path: Path) -> None:
     assert named(findings, "RDMA ports").status == FAIL
 
 
+def test_a_port_that_is_down_needs_no_gid(tmp_path: Path) -> None:
+    findings = look(tmp_path, device("mlx5_1", link="Ethernet", state="1: DOWN"))
+    assert not all_named(findings, "GID")
+
+
 def test_devices_that_cannot_be_opened_fail(tmp_path: Path) -> None:
     files = {path: text for path, text in READY.items() if "uverbs" not in path}
     found = named(examine(network.CHECKS, made_up(tmp_path, files)), "RDMA access")
