@@ -15,6 +15,8 @@ _MIB = 1 << 20
 _LEAST_SHM_MIB = 1024
 _LEAST_FILES = 4096
 _PTRACE = 1 << 19  # CAP_SYS_PTRACE
+# Version 1 of control groups says so much where there is no limit.
+_NO_LIMIT = 1 << 60
 
 
 @CHECKS.row(
@@ -90,10 +92,21 @@ def _ptrace(host: Host) -> Finding:
 )
 def _memory(host: Host) -> Finding:
     """A rank that the kernel kills for memory leaves the others waiting; they raise EPRankGoneError and cannot say why."""
-    limit = host.number("/sys/fs/cgroup/memory.max")
-    found = f"limit {limit // _MIB} MiB" if limit else "no limit"
-    events = host.text("/sys/fs/cgroup/memory.events")
-    killed = re.search(r"^oom_kill ([1-9]\d*)", events, re.MULTILINE)
-    if killed:
+    # Control groups of version 2, then of version 1.
+    limit, events = (
+        host.text(f"/sys/fs/cgroup/{new}") or host.text(f"/sys/fs/cgroup/memory/{old}")
+        for new, old in (
+            ("memory.max", "memory.limit_in_bytes"),
+            ("memory.events", "memory.oom_control"),
+        )
+    )
+    if limit.isdecimal() and int(limit) < _NO_LIMIT:
+        found = f"limit {int(limit) // _MIB} MiB"
+    else:
+        found = "no limit" if limit else "limit not known"
+    killed = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
+    if killed is None:
+        return ok(f"{found}; not known whether somebody was killed for memory")
+    if int(killed[1]):
         return warn(f"{found}; {killed[1]} processes were killed for memory since it started")
     return ok(f"{found}; nobody was killed for memory")

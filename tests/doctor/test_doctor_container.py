@@ -17,6 +17,17 @@ CGROUP = {
     "/sys/fs/cgroup/memory.max": str(64 << 20),
     "/sys/fs/cgroup/memory.events": "low 0\noom 3\noom_kill 2\n",
 }
+UNLIMITED = {
+    "/sys/fs/cgroup/memory.max": "max",
+    "/sys/fs/cgroup/memory.events": "low 0\noom 0\noom_kill 0\n",
+}
+
+
+def cgroup_v1(limit: int, killed: str) -> dict[str, str]:
+    return {
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": str(limit),
+        "/sys/fs/cgroup/memory/memory.oom_control": f"oom_kill_disable 0\nunder_oom 0\n{killed}",
+    }
 
 
 def ptrace(scope: str, capabilities: str) -> dict[str, str]:
@@ -39,8 +50,21 @@ def ptrace(scope: str, capabilities: str) -> dict[str, str]:
         ("ptrace", ptrace("1", "0"), -1, WARN, "scope 1, CAP_SYS_PTRACE no, system calls filtered"),
         ("ptrace", ptrace("1", "80000"), -1, OK, "scope 1, CAP_SYS_PTRACE yes"),
         ("ptrace", ptrace("3", "ffffffff"), -1, WARN, "scope 3, CAP_SYS_PTRACE yes"),
-        ("memory of container", {}, -1, OK, "no limit; nobody was killed"),
+        ("memory of container", {}, -1, OK, "limit not known; not known whether"),
+        ("memory of container", UNLIMITED, -1, OK, "no limit; nobody was killed"),
         ("memory of container", CGROUP, -1, WARN, "limit 64 MiB; 2 processes were killed"),
+        (
+            *("memory of container", cgroup_v1(64 << 20, "oom_kill 2"), -1, WARN),
+            "limit 64 MiB; 2 processes were killed",
+        ),
+        (
+            *("memory of container", cgroup_v1((1 << 63) - 4096, "oom_kill 0"), -1, OK),
+            "no limit; nobody was killed",
+        ),
+        (
+            *("memory of container", cgroup_v1(64 << 20, ""), -1, OK),
+            "limit 64 MiB; not known whether",
+        ),
     ],
 )
 def test_limits_are_judged(
