@@ -143,7 +143,9 @@ def collective_lines(folder: Folder) -> Iterable[str]:
         for buffer in folder.buffers:
             name = buffer.verdict.buffer
             accused = _accused_in(buffer, found)
-            waiting = {buffer.states[rank].global_rank for rank in buffer.verdict.waiting}
+            # A log says who waits, and nothing else of a rank.
+            states = [buffer.states[r] for r in buffer.verdict.waiting if r in buffer.states]
+            waiting = {state.global_rank for state in states}
             if accused and found.missing and waiting.issuperset(found.missing):
                 said += (
                     f"; they wait in an operation of buffer {name} for {ranks_text(accused)}, so not all ranks call "

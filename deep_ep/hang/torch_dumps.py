@@ -92,6 +92,7 @@ def hanging(dumps: Mapping[int, TorchDump]) -> list[Hanging]:
                 by_group[each.process_group[0]][each.collective_seq_id][rank] = each
     found = []
     for group, numbers in sorted(by_group.items()):
+        newest = {rank: number for number, called in sorted(numbers.items()) for rank in called}
         expected = members[group] or {rank for called in numbers.values() for rank in called}
         for number, called in sorted(numbers.items()):
             names: dict[str, tuple[int, ...]] = {}
@@ -99,7 +100,9 @@ def hanging(dumps: Mapping[int, TorchDump]) -> list[Hanging]:
                 if not each.is_over:
                     names[each.profiling_name] = (*names.get(each.profiling_name, ()), rank)
             if names:
-                missing = tuple(sorted((expected & dumps.keys()) - called.keys()))
+                # A ring has forgotten what its rank called long before its newest.
+                later = {rank for rank, last in newest.items() if last > number}
+                missing = tuple(sorted((expected & dumps.keys()) - called.keys() - later))
                 unheard = tuple(sorted(expected - dumps.keys()))
                 found.append(Hanging(group, number, names, missing, unheard))
                 break

@@ -99,6 +99,7 @@ class _Case:
         )
         self.ranks_per_node = ranks_per_node if ranks_per_node < self.num_ranks else 0
         self.waited_s: dict[int, float] = {}
+        self.masked = self._masked_by_all()
         self.waits = self._find_waits()
         self.drafts: dict[tuple[object, ...], _Draft] = {}
         self.links: dict[int, set[int]] = {}
@@ -120,12 +121,11 @@ class _Case:
                 self.mismatches[place] = self._mismatch(sides)
 
     def verdict(self) -> HangVerdict:
-        masked = self._masked_by_all()
         for edge in self.waits:
             self._follow(edge)
         self._close_circles()
         for rank, state in self.states.items():
-            if state.process in _LOST and rank not in masked:
+            if state.process in _LOST and rank not in self.masked:
                 self._blame(rank, None, *_OF_PROCESS[state.process])
         return HangVerdict(
             buffer=next((state.buffer for state in self.states.values()), ""),
@@ -133,7 +133,7 @@ class _Case:
             ranks_per_node=self.ranks_per_node,
             causes=tuple(self._causes()),
             edges=self._edges(),
-            masked=tuple(sorted(masked)),
+            masked=tuple(sorted(self.masked)),
             missing=tuple(rank for rank in range(self.num_ranks) if rank not in self.states),
             taken_ns=max((state.taken_ns for state in self.states.values()), default=0),
         )
@@ -144,16 +144,15 @@ class _Case:
         living = {
             r: set(s.masked) for r, s in self.states.items() if s.process in ("alive", "busy")
         }
-        masked = set().union(*living.values()) if living else set()
-        return {
-            rank for rank in masked if all(rank in s for r, s in living.items() if r not in masked)
-        }
+        masked = set().union(*living.values())
+        others = [s for r, s in living.items() if r not in masked]
+        return {rank for rank in masked if others and all(rank in s for s in others)}
 
     def _find_waits(self) -> list[_Wait]:
         waits = []
         for waiter, state in sorted(self.states.items()):
             at = state.waits
-            if at is None or not _may_wait(state, at.series):
+            if at is None or waiter in self.masked or not _may_wait(state, at.series):
                 continue
             for what, ranks in at.missing.items():
                 for owed in set(ranks).difference(state.masked):
@@ -487,7 +486,8 @@ def _merged(drafts: Iterable[_Draft]) -> list[_Draft]:
 
 def _alike(cause: HangCause) -> object:
     (accused,) = cause.accused
-    at = (cause.kind, cause.series, cause.number)
+    owes_slots = cause.kind == "not_sent" and cause.what == "slots"
+    at = (cause.kind, cause.series, cause.number, owes_slots)
     said = (accused.exit, accused.raised, accused.in_call, accused.last)
     does = cause.doing and (cause.doing.what, cause.doing.user)
     return at, cause.between, cause.hook, cause.elsewhere, said, does

@@ -203,3 +203,20 @@ def test_a_collective_behind_it_is_one_story(
     said = run(capsys, tmp_path)
     assert "rank 2 is in nccl:all_reduce 5 of torch's group 0, which rank" in said
     assert words in said
+
+
+def test_a_log_beside_collectives_of_torch_names_ranks_without_states(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = {
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": 5,
+        "profiling_name": "nccl:all_reduce",
+        "state": "started",
+    }
+    for rank in range(2):
+        plain = {"version": "2.10", "pg_config": {}, "entries": [started] * (rank == 0)}
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(plain))
+    line = "DeepEP timeout check failed: rank = 0, thread = 1, value = 1)\n"
+    (tmp_path / "job.log").write_text(line)
+    assert "rank 0 is in nccl:all_reduce 5" in run(capsys, tmp_path)

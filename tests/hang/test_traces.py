@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deep_ep.errors import EPArgumentError
-from deep_ep.hang import plain_pickle, traces
+from deep_ep.hang import plain_pickle, torch_dumps, traces
 from deep_ep.hang.folder import read_folder
 from deep_ep.hang.states import Call, Process, RankState
 from deep_ep.hang.verdict import judge
@@ -345,6 +345,21 @@ def test_a_collective_of_torch_that_hangs_is_part_of_the_story(
     assert len(folder.buffers) == 1
     (found,) = folder.collectives
     assert (found.number, found.waiting, found.missing) == (5, (0, 1, 2), (3,))
+
+
+def test_who_is_behind_a_collective_has_called_it_though_its_ring_has_forgotten() -> None:
+    rings = [[(5, "started"), (6, "scheduled")], [(9, "completed"), (10, "started")]]
+    dumps = {
+        rank: torch_dumps.TorchDump(
+            tuple(
+                torch_dumps.Collective(("0", ""), number, "nccl:all_reduce", state)
+                for number, state in ring
+            )
+        )
+        for rank, ring in enumerate(rings)
+    }
+    (found,) = torch_dumps.hanging(dumps)
+    assert (found.number, found.waiting, found.missing) == (5, (0,), ())
 
 
 @pytest.mark.exhaustive

@@ -292,6 +292,24 @@ def test_masked_ranks_are_left_out(stuck: str) -> None:
     assert (verdict.causes, verdict.edges, verdict.masked) == ((), (), (1,))
 
 
+def test_what_a_masked_rank_waits_for_is_nobody_s_fault() -> None:
+    """It was stopped, is masked, and goes on in an operation that the others have left."""
+    states = Group(4, stuck={1: "not_called"}).states()
+    states = {r: replace(s, masked=() if r == 1 else (1,), waits=None) for r, s in states.items()}
+    states[1] = replace(states[1], waits=Waits("operation", 5, 3.0, {"rows": (0, 2, 3)}))
+    verdict = judge(states)
+    assert (verdict.causes, verdict.edges, verdict.masked) == ((), (), (1,))
+
+
+def test_ranks_that_owe_slots_and_ranks_that_owe_rows_are_told_apart() -> None:
+    owed = {"slots": (1,), "rows": (2,)}
+    states = Group(4, stuck={1: "not_sent", 2: "not_sent"}).states()
+    for rank in (0, 3):
+        states[rank] = replace(states[rank], waits=Waits("operation", 12, 3.0, owed))
+    found = {cause.ranks: cause.what == "slots" for cause in judge(states).causes}
+    assert found == {(1,): True, (2,): False}
+
+
 def test_a_rank_that_came_since_is_not_accused() -> None:
     group = Group(4, stuck={1: "not_started"})
     states = group.states()
