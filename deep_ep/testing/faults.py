@@ -14,10 +14,13 @@ All but hot ranks are faults of the cpu backend. A hot rank is a property of the
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Union
 
 from deep_ep.errors import EPArgumentError
@@ -71,8 +74,12 @@ class Fault(ABC):
         return (self.place,) if isinstance(self.place, int) else self.place
 
     def inject(self, buffer: Any) -> Undo | None:
-        """Injects this rank's part; returns how to take it back, None if there is none."""
+        """Injects this rank's part, but for slow paths; returns how to take it back, None if there is none."""
         return None
+
+    def slow_paths(self, buffer: Any) -> Mapping[int, tuple[float, float | None]]:
+        """What it does to paths from this rank: (delay in seconds, bytes per second) by destination."""
+        return {}
 
     def __str__(self) -> str:
         dials = {
@@ -129,10 +136,8 @@ class SlowPath(Fault):
     def place(self) -> tuple[int, int]:
         return self.src, self.dst
 
-    def inject(self, buffer: Any) -> Undo | None:
-        if buffer.rank != self.src:
-            return None
-        return _slow_paths(buffer.runtime, [self.dst], self.delay_s, self.bytes_per_s)
+    def slow_paths(self, buffer: Any) -> Mapping[int, tuple[float, float | None]]:
+        return {self.dst: (self.delay_s, self.bytes_per_s)} if buffer.rank == self.src else {}
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class SlowNic(_FaultOfRank):
     delay_s: float = 0.0
     bytes_per_s: float | None = None
 
-    def inject(self, buffer: Any) -> Undo | None:
+    def slow_paths(self, buffer: Any) -> Mapping[int, tuple[float, float | None]]:
         topology = buffer.runtime.topology
         if topology.num_nodes == 1:
             raise EPArgumentError(
@@ -154,8 +159,7 @@ class SlowNic(_FaultOfRank):
         node = self.rank // topology.ranks_per_node
         others = [r for r in range(buffer.group_size) if r // topology.ranks_per_node != node]
         ends = {self.rank: others} | dict.fromkeys(others, [self.rank])
-        destinations = ends.get(buffer.rank, [])
-        return _slow_paths(buffer.runtime, destinations, self.delay_s, self.bytes_per_s)
+        return dict.fromkeys(ends.get(buffer.rank, []), (self.delay_s, self.bytes_per_s))
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,8 @@ def apply(buffer: Any, faults: Sequence[Fault]) -> Callable[[], None]:
 
     Call it on every rank with the same faults: each rank takes the ones that concern it. With a
     clock fault it is collective, because the clock offsets are measured again. Hot ranks do
-    nothing here; the caller skews the routing.
+    nothing here; the caller skews the routing. Of several faults of one path, the delays add up and
+    the lowest rate holds. If one cannot be injected, none stays.
 
     Returns:
         A function that takes the faults back (collective likewise).
@@ -273,14 +278,21 @@ def apply(buffer: Any, faults: Sequence[Fault]) -> Callable[[], None]:
     """
     for fault in faults:
         validate(fault, buffer.group_size)
-    undo = [step for step in (fault.inject(buffer) for fault in faults) if step is not None]
     clocks_changed = any(isinstance(fault, ClockFault) for fault in faults)
-    if clocks_changed:
-        buffer.measure_clock_offsets()
+    with ExitStack() as steps:
+        for fault in faults:
+            step = fault.inject(buffer)
+            if step is not None:
+                steps.callback(step)
+        for dst, dials in _path_dials(buffer, faults).items():
+            set_fault = partial(buffer.runtime.set_path_fault, dst=dst)
+            steps.callback(_until_zero(set_fault, **dials))
+        if clocks_changed:
+            buffer.measure_clock_offsets()
+        undo = steps.pop_all()
 
     def remove() -> None:
-        for step in undo:
-            step()
+        undo.close()
         if clocks_changed:
             buffer.measure_clock_offsets()
 
@@ -292,15 +304,16 @@ def _until_zero(set_fault: Callable[..., None], **dials: float) -> Undo:
     return lambda: set_fault(**dict.fromkeys(dials, 0))
 
 
-def _slow_paths(
-    runtime: Any, destinations: Sequence[int], delay_s: float, bytes_per_s: float | None
-) -> Undo:
-    def set_all(delay_ns: int, rate: float) -> None:
-        for dst in destinations:
-            runtime.set_path_fault(dst=dst, delay_ns=delay_ns, bytes_per_s=rate)
-
-    set_all(round(delay_s * 1e9), bytes_per_s or 0.0)
-    return lambda: set_all(0, 0.0)
+def _path_dials(buffer: Any, faults: Sequence[Fault]) -> dict[int, dict[str, float]]:
+    """By destination, what all faults together do to the path from this rank; the runtime holds one per path."""
+    dials: dict[int, dict[str, float]] = {}
+    for fault in faults:
+        for dst, (delay_s, rate) in fault.slow_paths(buffer).items():
+            of_path = dials.setdefault(dst, {"delay_ns": 0, "bytes_per_s": 0.0})
+            of_path["delay_ns"] += round(delay_s * 1e9)
+            if rate is not None:
+                of_path["bytes_per_s"] = min(of_path["bytes_per_s"] or rate, rate)
+    return dials
 
 
 def expected_verdicts(faults: Sequence[Fault]) -> set[Key]:
@@ -340,6 +353,8 @@ def _check_dials(text: str, dials: Mapping[str, float]) -> None:
             f"fault: {text!r} asks for a delay of {delay_s:g} s; a delay cannot be negative. "
             "Make it 0 or more."
         )
+    if any(map(math.isinf, dials.values())):
+        raise EPArgumentError(f"fault: {text!r} has a number that is too large. Make it smaller.")
     if rate <= 0:
         raise EPArgumentError(
             f"fault: {text!r} throttles to {rate:g} bytes per second; a throttle must be "
@@ -352,17 +367,26 @@ def _check_dials(text: str, dials: Mapping[str, float]) -> None:
         )
 
 
+def _digits(number: float) -> str:
+    """As few as are read as the same number."""
+    return str(number).removesuffix(".0")
+
+
 def _time_text(seconds: float) -> str:
-    for unit in ("s", "ms"):
-        if abs(seconds) >= _SECONDS[unit]:
-            return f"{seconds / _SECONDS[unit]:g}{unit}"
-    return f"{seconds * 1e6:g}us"
+    unit = next((unit for unit in ("s", "ms") if abs(seconds) >= _SECONDS[unit]), "us")
+    # Times are read to the picosecond; what is beyond it came from the division.
+    return f"{_digits(round(seconds / _SECONDS[unit], 12))}{unit}"
+
+
+def _rate_text(rate: float) -> str:
+    text = f"{_digits(rate / 1e9)}GB/s"
+    return text if _quantity(text) == rate else f"{_digits(rate)}B/s"
 
 
 _TEXTS: dict[str, Callable[[float], str]] = {
     "delay_s": _time_text,
-    "bytes_per_s": lambda rate: f"{rate / 1e9:g}GB/s",
-    "share": lambda share: f"{share:g}x",
+    "bytes_per_s": _rate_text,
+    "share": lambda share: f"{_digits(share)}x",
     "offset_s": _time_text,
-    "drift_ppm": lambda drift: f"{drift:g}ppm",
+    "drift_ppm": lambda drift: f"{_digits(drift)}ppm",
 }

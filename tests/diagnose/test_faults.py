@@ -76,6 +76,9 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
         ("slow-nic=2>5:1ms", "the form is slow-nic="),
         ("slow-receiver=4", "the form is slow-receiver=RANK:TIME"),
         ("hot-rank=6:4", "the form is hot-rank="),
+        ("slow-nic=2:1e400GB/s", "a number that is too large"),
+        ("hot-rank=6:1e400x", "a number that is too large"),
+        ("clock=3:1s,-1e400ppm", "a number that is too large"),
         ("hot-rank=6:0.5x", "a hot rank has more than 1"),
         ("clock=3:20ppm", "the form is clock="),
         ("slow-rank=\N{ARABIC-INDIC DIGIT THREE}:2ms", "cannot be read"),
@@ -134,6 +137,22 @@ def test_a_list_is_split_at_faults_not_at_their_dials() -> None:
     ],
 )
 def test_a_fault_prints_as_it_is_written(fault: Fault) -> None:
+    assert faults.parse(str(fault)) == fault
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "slow-rank=3:1.2345678ms",
+        "slow-rank=3:999.123456789ms",
+        "slow-path=2>5:1e-13B/s",
+        "slow-nic=1:0.123456us,1.2345678901234567GB/s",
+        "hot-rank=6:1.0000000000001x",
+        "clock=3:123456789.12345678s,20.123456789ppm",
+    ],
+)
+def test_a_fault_prints_with_all_its_digits(text: str) -> None:
+    fault = faults.parse(text)
     assert faults.parse(str(fault)) == fault
 
 
@@ -275,6 +294,29 @@ def test_each_rank_takes_the_faults_that_concern_it(
 def test_a_nic_is_no_fault_of_a_single_node() -> None:
     with pytest.raises(EPArgumentError, match="all ranks of this group are on one node"):
         faults.apply(RecordingBuffer(0, ranks_per_node=4), [SlowNic(1, 1e-3)])
+
+
+def test_faults_of_one_path_add_up() -> None:
+    buffer = RecordingBuffer(0)
+    remove = faults.apply(
+        buffer, [SlowPath(0, 2, 5e-3, 2e9), SlowNic(0, 1e-3, 1e9), SlowNic(2, 0.0, 3e9)]
+    )
+    assert buffer.calls == [
+        ("set_path_fault", {"dst": 2, "delay_ns": 6_000_000, "bytes_per_s": 1e9}),
+        ("set_path_fault", {"dst": 3, "delay_ns": 1_000_000, "bytes_per_s": 1e9}),
+    ]
+    buffer.calls.clear()
+    remove()
+    assert sorted(told["dst"] for _, told in buffer.calls) == [2, 3]
+    assert all(told["delay_ns"] == told["bytes_per_s"] == 0 for _, told in buffer.calls)
+
+
+def test_faults_that_fail_leave_nothing_behind() -> None:
+    buffer = RecordingBuffer(0, ranks_per_node=4)
+    with pytest.raises(EPArgumentError, match="on one node"):
+        faults.apply(buffer, [SlowRank(0, 1e-3), SlowReceiver(0, 1e-3), SlowNic(0, 1e-3)])
+    assert buffer.communicator.before_operation == []
+    assert buffer.calls == [("set_receive_fault", {"delay_ns": ns}) for ns in (1_000_000, 0)]
 
 
 def test_faults_are_taken_back() -> None:
