@@ -91,7 +91,7 @@ def picture(verdict: HangVerdict) -> Picture:
         if source != destination
     ]
     arrows = *_arrows("arrow", sorted(waits.items()), nodes), *_arrows("lost", lost, nodes)
-    return Picture(tuple(nodes), arrows, max(len(waits) - _MOST_ARROWS, 0))
+    return Picture(tuple(nodes), arrows, len(waits) + len(lost) - len(arrows))
 
 
 def _alike(verdict: HangVerdict) -> list[list[int]]:

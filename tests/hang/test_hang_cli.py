@@ -13,7 +13,7 @@ import pytest
 
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.cli.hang import svg_text
-from deep_ep.hang.cause import HangVerdict
+from deep_ep.hang.cause import HangCause, HangVerdict
 from deep_ep.hang.report import operation_table
 from deep_ep.hang.states import Frame, RankState
 from deep_ep.hang.traces import write_dump
@@ -116,6 +116,12 @@ def test_where_no_buffer_was_dumped_there_is_no_picture_and_it_is_said(
     assert main(["hang", str(tmp_path), "--svg", str(svg)]) == 2
     assert "--svg: there is no graph of a buffer to draw" in capsys.readouterr().err
     assert not svg.exists()
+
+
+def test_lost_paths_that_are_left_out_are_counted() -> None:
+    paths = tuple((source, to) for source in range(32) for to in range(32) if source != to)
+    verdict = HangVerdict("b", 32, causes=(HangCause("not_arrived", paths=paths),))
+    assert f"{len(paths) - 400} more arrows are left out" in svg_text(verdict)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 64])
