@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
 
-_PLURALS = {"is": "are", "has": "have", "was": "were", "does": "do"}
+_PLURALS = {"is": "are", "has": "have", "was": "were", "does": "do", "empties": "empty"}
 
 
 def printable(text: str) -> str:

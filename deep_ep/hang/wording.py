@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from deep_ep.base.text import listed, rows_of, verb
@@ -21,13 +22,13 @@ ended | ended in order | {who} destroyed {its} buffer, or ended, before {operati
 All ranks must make the same number of calls: see why that rank left its loop early.
 
 stopped | process stopped | {who} {is} stopped{places}
-Let it go on (kill -CONT {pid}), or end the job.
+Let {it} go on ({each:kill -CONT}), or end the job.
 
 unreachable | host unreachable | {who} {is} on a host that cannot be reached{places}
 Check that host and its links; end the job if it does not come back.
 
 busy | process busy (holds the GIL) | {who} {is} busy: {its} process runs, and something in it does not release the GIL{places}
-See what holds its interpreter (py-spy dump --native --pid {pid}); a C extension that takes long has to release the GIL.
+See what holds {its} interpreter ({each:py-spy dump --native --pid}); a C extension that takes long has to release the GIL.
 
 not_called | has not called the operation | {who} {has} not called {call}
 See what it does there: if it is only slow, warm up before the first operation or raise DEEP_EP_TIMEOUT_S; else make all ranks call the same operations.
@@ -57,7 +58,7 @@ given_up | has given the operation up | {who} {has} given up {operation}
 Read the error on that rank first.
 
 unknown | cannot be known | {who} {untold}
-Look at the process on its host (py-spy dump --pid {pid}).
+Look at the process on its host ({each:py-spy dump --pid}).
 
 not_come | has not come | {who} {has} not come to {cause.name}
 Read that rank's own log first.
@@ -178,18 +179,38 @@ def _words(cause: HangCause) -> dict[str, object]:
         "is": verb(cause.ranks, "is"),
         "has": verb(cause.ranks, "has"),
         "its": _its(cause),
+        "it": "it" if len(cause.accused) == 1 else "them",
         "operation": _operation(cause),
         "places": _places(cause),
-        "pid": next((accused.pid for accused in cause.accused if accused.pid), "PID"),
+        "each": _Each(cause),
         "call": _call(cause),
         "inside": _inside(cause),
-        "keeps": "empties no slots" if cause.what == "slots" else "not sent everything",
+        "keeps": f"{verb(cause.ranks, 'empties')} no slots"
+        if cause.what == "slots"
+        else "not sent everything",
         "waits": "it waits" if len(cause.accused) == 1 else "they wait",
         "sent": _sent(cause),
         "paths": _paths(cause),
         "sides": " while ".join(map(_side, cause.sides)),
         "untold": _untold(cause),
     }
+
+
+@dataclass(frozen=True)
+class _Each:
+    """A command for the process of each of the accused: what stands behind the colon in the table, and the PID."""
+
+    cause: HangCause
+
+    def __format__(self, command: str) -> str:
+        known = [accused for accused in self.cause.accused if accused.pid]
+        apart = len({accused.host for accused in known}) > 1
+        said = [
+            f"{command} {accused.pid}"
+            + (f" on host {accused.host}" if apart and accused.host else "")
+            for accused in known
+        ]
+        return _first(said, ", ") or f"{command} PID"
 
 
 def _its(cause: HangCause) -> str:

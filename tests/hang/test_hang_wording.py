@@ -10,6 +10,7 @@ import pytest
 
 from deep_ep.hang import messages, wording
 from deep_ep.hang.cause import HangCause, HangVerdict, Kind
+from deep_ep.hang.states import RankState
 from deep_ep.hang.verdict import judge
 from made_up_ranks import Group
 
@@ -114,6 +115,36 @@ def test_what_a_rank_raised_comes_before_what_it_does() -> None:
         verdict
     )
     assert wording.advice(verdict.causes[0]).startswith("Read that rank's exception first; ")
+
+
+def advice_of(*places: tuple[str, int], kind: Kind = "stopped") -> str:
+    accused = (RankState(rank, 4, host=host, pid=pid) for rank, (host, pid) in enumerate(places))
+    return wording.advice(HangCause(kind, tuple(accused)))
+
+
+def test_the_advice_has_the_processes_of_all_ranks() -> None:
+    apart, together = (("a", 11), ("b", 33)), (("a", 11), ("a", 12), ("", 0))
+    assert advice_of(("a", 11)).startswith("Let it go on (kill -CONT 11), ")
+    assert "Let them go on (kill -CONT 11 on host a, kill -CONT 33 on host b)" in advice_of(*apart)
+    assert "(kill -CONT 11, kill -CONT 12), " in advice_of(*together)
+    assert "(kill -CONT PID), " in advice_of(("", 0))
+    commands: dict[Kind, str] = {
+        "busy": "py-spy dump --native --pid",
+        "unknown": "py-spy dump --pid",
+    }
+    for kind, command in commands.items():
+        assert f"({command} 11 on host a, {command} 33 on host b)" in advice_of(*apart, kind=kind)
+    assert " and 112 more)" in advice_of(*(("a", pid) for pid in range(1, 129)))
+
+
+def test_verbs_agree_with_the_number_of_ranks() -> None:
+    accused = RankState(0, 4), RankState(2, 4)
+    for count, said in (
+        (1, "entered operation 5 and empties no"),
+        (2, "entered operation 5 and empty no"),
+    ):
+        cause = HangCause("not_sent", accused[:count], "operation", 5, what="slots")
+        assert said in wording.sentence(cause)
 
 
 def test_how_far_behind_a_rank_is() -> None:
