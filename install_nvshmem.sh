@@ -226,7 +226,8 @@ while (($#)); do
             else
                 mode=${1#--}
                 [[ -d $2 ]] || fail "$2 is not a directory."
-                argument=$(cd "$2" && pwd)
+                # Through links: $link may be named, and would point to itself.
+                argument=$(cd -P "$2" && pwd)
             fi
             shift 2
             ;;

@@ -85,6 +85,13 @@ def test_a_second_prefix_replaces_the_link(tree: Path, tmp_path: Path) -> None:
     assert (tree / "third-party" / "nvshmem").resolve() == tmp_path / "two"
 
 
+def test_the_link_itself_is_a_prefix_and_stays_as_it_is(tree: Path, tmp_path: Path) -> None:
+    install(tree, "--prefix", make_prefix(tmp_path / "prefix"))
+    result = install(tree, "--prefix", tree / "third-party" / "nvshmem")
+    assert (tree / "third-party" / "nvshmem").resolve() == tmp_path / "prefix"
+    assert f"export NVSHMEM_DIR={tmp_path / 'prefix'}" in result.stdout.splitlines()
+
+
 def test_a_real_folder_is_not_replaced(tree: Path, tmp_path: Path) -> None:
     (tree / "third-party" / "nvshmem").mkdir()
     result = install(tree, "--prefix", make_prefix(tmp_path / "prefix"), status=1)
