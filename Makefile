@@ -17,7 +17,7 @@ CPP := $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name 
 .PHONY: help install build demo test test-all lint hooks tidy format fix bench accuracy smoke sanitize trials explore mutants cuda gpu clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile
+	@sed -n 's/^\([a-z -]*\):.*##/\1\t/p' Makefile
 
 $(BUILT_WITH): $(BUILDERS)
 	@tools/prerequisites.sh $(PYTHON)
@@ -26,7 +26,9 @@ $(BUILT_WITH): $(BUILDERS)
 	touch $@
 
 # Not compiled: of torch's modules few are ever imported, and those are compiled then.
+# One torch is there at a time, so one stamp: what is asked for again later is installed again.
 $(STAMP): $(REQUIREMENTS) | $(BUILT_WITH)
+	rm -f $(VENV)/.deep_ep-torch-*
 	sed 's/^torch==.*/torch==$(TORCH_VERSION)/' $(REQUIREMENTS) > $(VENV)/requirements.txt
 	$(RUN)/python -m pip install --disable-pip-version-check -q --no-compile -r $(VENV)/requirements.txt
 	touch $@

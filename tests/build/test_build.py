@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_spills_and_local_memory_of_kernels_fail_the_check(
 def made(target: str, tmp_path: Path, **variables: str) -> list[str]:
     """The calls of python that `make TARGET` makes: DEEP_EP_CUDA, and the arguments."""
     binaries, calls = tmp_path / "venv" / "bin", tmp_path / "calls"
-    binaries.mkdir(parents=True)
+    binaries.mkdir(parents=True, exist_ok=True)
     (binaries / "python").write_text(f'#!/bin/sh\necho "${{DEEP_EP_CUDA:-auto}} $*" >> {calls}\n')
     (binaries / "python").chmod(0o755)
     ours = ("DEEP_EP_CUDA", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TORCH_VERSION")
@@ -146,6 +147,20 @@ def test_the_demo_installs_and_builds_only_what_it_runs(tmp_path: Path) -> None:
     assert not any("requirements-dev.txt" in call for call in calls)
     assert all(call.startswith("0 ") for call in calls)
     assert "tests/test_low_latency.py" in calls[-1]
+
+
+def test_an_earlier_torch_is_installed_again(tmp_path: Path) -> None:
+    for version in ("2.9.0", "2.10.0", "2.9.0"):
+        made("demo", tmp_path, TORCH_VERSION=version)
+        installed = (tmp_path / "venv" / "requirements.txt").read_text()
+        assert f"torch=={version}\n" in installed
+
+
+def test_help_names_every_target_that_says_what_it_does() -> None:
+    command = ["make", "--no-print-directory", "help"]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    described = re.findall(r"^([^:\t\n]+):.*  ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [line.split("\t")[0] for line in said.splitlines()] == described
 
 
 def test_whoever_asks_for_cuda_gets_it(tmp_path: Path) -> None:
