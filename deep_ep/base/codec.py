@@ -91,7 +91,8 @@ class CodecError(ValueError):
     @property
     def name(self) -> str:
         """The path in words: "calls[0].number"."""
-        keys = (f"[{k}]" if isinstance(k, int) else f".{_cut(k)}" for k in self.path)
+        # In a pickle keys may be anything.
+        keys = (f".{_cut(k)}" if isinstance(k, str) else f"[{_shown(k)}]" for k in self.path)
         return "".join(keys).removeprefix(".")
 
     def __str__(self) -> str:

@@ -18,6 +18,8 @@ _PLAIN = """
     EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
 """
 _ALLOWED = frozenset(_PLAIN.split())
+# Who goes through the data meets no more: a few hundred bytes can hold the same list 2**40 times.
+_MOST_VALUES = 1 << 24
 
 
 class _Plain(pickle.Unpickler):
@@ -31,15 +33,33 @@ def loads(data: bytes) -> Any:
     """The data of a pickle.
 
     Raises:
-        ValueError: it is damaged, or not of plain data; says at which byte.
+        ValueError: it is damaged, or not of plain data, and says at which byte; or it has no end.
     """
     refusal = _refusal(data)
     if refusal:
         raise ValueError(refusal)
     try:
-        return _Plain(BytesIO(data)).load()
+        plain = _Plain(BytesIO(data)).load()
     except Exception as error:  # noqa: BLE001 - it raises whatever the objects of a damaged one do
         raise ValueError(f"the pickle is damaged: {error or type(error).__name__}") from None
+    try:
+        is_endless = _size(plain, {}) > _MOST_VALUES
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if is_endless:
+        raise ValueError(f"it holds the same again and again, more than {_MOST_VALUES} values")
+    return plain
+
+
+def _size(value: Any, known: dict[int, int]) -> int:
+    """How many values are in it and below, each as often as it is met; `known` has those of lists and the like by id."""
+    if not isinstance(value, (list, tuple, dict)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = _MOST_VALUES  # where it is met within itself
+        inside = (*value, *value.values()) if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_size(one, known) for one in inside)
+    return known[id(value)]
 
 
 def _refusal(data: bytes) -> str:

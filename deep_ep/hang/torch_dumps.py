@@ -12,7 +12,7 @@ from deep_ep.base.text import verb
 from deep_ep.errors import ranks_text
 
 # More ranks than that no group has.
-_MOST_RANKS = 1 << 16
+_MOST_RANKS, _NUMBERS_END = 1 << 16, 1 << 31
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,18 @@ def _groups_of(config: Any) -> dict[str, tuple[int, ...]]:
         try:
             ranks = group["ranks"]
             ranks = ast.literal_eval(ranks) if isinstance(ranks, str) else ranks
-            found[str(name)] = tuple(int(rank) for rank in ranks[:_MOST_RANKS])
-        except (KeyError, TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
+            numbers = tuple(int(rank) for rank in ranks[:_MOST_RANKS])
+            # Python does not print numbers of thousands of digits.
+            if all(0 <= number < _NUMBERS_END for number in numbers):
+                found[str(name)] = numbers
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            SyntaxError,
+            MemoryError,
+            RecursionError,
+        ):
             continue
     return found

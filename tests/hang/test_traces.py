@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import pickle
 import stat
@@ -247,6 +248,50 @@ def test_foreign_files_are_left_out_by_name(tmp_path: Path, content: bytes, reas
     (remark,) = folder.remarks
     assert f"{tmp_path / 'other_5'}: left out: " in remark
     assert reason in remark
+
+
+def nested(inner: Any, times: int) -> Any:
+    """What takes hundreds of bytes as a pickle, and 2**times lists where nobody knows that they are the same."""
+    for _ in range(times):
+        inner = [inner, inner]
+    return inner
+
+
+def in_itself() -> list[Any]:
+    loop: list[Any] = []
+    loop.append(loop)
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("plain", "reason"),
+    [
+        ({"pg_config": {None: math.nan}}, "pg_config[null] is a number that is not finite"),
+        ({"pg_config": {10**5000: math.nan}}, "is a number that is not finite"),
+        ({"pg_config": nested([], 40)}, "it holds the same again and again"),
+        ({"entries": nested([], 40)}, "it holds the same again and again"),
+        ({"deep_ep": {"rank": nested([], 40)}}, "it holds the same again and again"),
+        ({"pg_config": in_itself()}, "it holds the same again and again"),
+    ],
+)
+def test_hostile_pickles_are_left_out_at_once(
+    tmp_path: Path, plain: dict[str, Any], reason: str
+) -> None:
+    dump(tmp_path, Group(2, stuck={1: "gone"}).states())
+    whole = {"version": "2.10", "entries": [], **plain}
+    (tmp_path / "other_0").write_bytes(pickle.dumps(whole, 2))
+    (remark,) = read_folder(tmp_path).remarks
+    assert f"{tmp_path / 'other_0'}: left out: " in remark
+    assert reason in remark
+
+
+@pytest.mark.parametrize("ranks", ["[1e999]", f"[0x{'f' * 5000}]"])
+def test_ranks_that_no_group_has_are_passed_over(tmp_path: Path, ranks: str) -> None:
+    whole = torch_dump([torch_entry(5, "started")])
+    whole["pg_config"]["0"]["ranks"] = ranks
+    (tmp_path / "trace_0").write_bytes(pickle.dumps(whole, 2))
+    (found,) = read_folder(tmp_path).collectives
+    assert "rank 0 is in nccl:all_reduce 5" in torch_dumps.sentence(found)
 
 
 def test_a_named_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
