@@ -89,6 +89,9 @@ def ask(whom: str | None, into: Path | None = None) -> list[tuple[int, socket.so
                 connection.close()
                 address.unlink(missing_ok=True)
                 continue
+            except (FileNotFoundError, BrokenPipeError, ConnectionResetError):
+                connection.close()  # it has ended meanwhile
+                continue
             asked.append((int(words[0]), connection))
     if not asked:
         for_whom = "" if whom is None else f" that is {whom!r}, or writes there"

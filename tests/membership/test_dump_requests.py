@@ -15,7 +15,7 @@ import pytest
 
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPUsageError
-from deep_ep.hang import request
+from deep_ep.hang import messages, request
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import InquiryVerdict
 from deep_ep.membership import dump_requests
@@ -45,7 +45,7 @@ def buffer_name(place: Path) -> Iterator[str]:
 
 def listener(place: Path, name: str, backlog: int = 1) -> socket.socket:
     """A process that answers nothing."""
-    place.mkdir(mode=0o700)
+    place.mkdir(mode=0o700, exist_ok=True)
     server = socket.socket(socket.AF_UNIX)
     with request.meeting_place() as folder:
         server.bind(str(folder / name))
@@ -152,6 +152,24 @@ def test_what_a_killed_process_has_left_is_removed(
     assert main(["dump"]) == 2
     assert "there is no process; " in capsys.readouterr().err
     assert os.listdir(place) == ["notes"]
+
+
+def test_who_ends_while_it_is_asked_keeps_nobody_from_being_asked(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending, encode = listener(place, "42.b0.0.x"), messages.encode
+    (place / "41.b0.0.x").symlink_to(place / "gone")
+
+    def encoded(message: messages.Message) -> bytes:
+        ending.close()  # connected, and not yet asked
+        return encode(message)
+
+    monkeypatch.setattr(messages, "encode", encoded)
+    with listener(place, "43.b0.0.x"):
+        ((pid, connection),) = request.ask(None)
+    connection.close()
+    assert pid == 43
+    assert len(os.listdir(place)) == 3
 
 
 def test_a_fork_leaves_the_address_to_its_parent(
