@@ -38,7 +38,7 @@ $(TOOLS): $(DEVELOPERS) | $(STAMP)
 	touch $@
 
 # What a newcomer runs is done before the CUDA modules would be built.
-demo test: export DEEP_EP_CUDA ?= 0
+demo test: export DEEP_EP_CUDA := $(or $(DEEP_EP_CUDA),0)
 
 build: $(BUILT_WITH)  ## only the native modules, in place; shows what is built and why
 	$(RUN)/python setup.py -q build_ext --inplace

@@ -82,7 +82,7 @@ class Nvshmem:
 
 def host_module() -> Module:
     """The host target: the same kernels under the SIMT executor, for any CPU."""
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(compiler[0]) is None:
         raise SetupError(
             f"C++ compiler {compiler[0]!r} not found. Install g++ 12 or newer, or set CXX."
@@ -134,7 +134,7 @@ def module_flags(name: str) -> list[str]:
 
 def cuda_modules() -> list[Module]:
     """`_cuda` for NVLink peers alone, `_cuda_nvshmem` for RDMA too; empty with a reason otherwise."""
-    wanted = os.environ.get("DEEP_EP_CUDA", "auto")
+    wanted = os.environ.get("DEEP_EP_CUDA") or "auto"
     if wanted not in ("auto", "0", "1"):
         raise SetupError(f"DEEP_EP_CUDA is {wanted!r}; it may be 0, 1 or auto.")
     if wanted == "0":
@@ -236,7 +236,7 @@ def gencode_flags(arch_list: str) -> list[str]:
 
 def find_nvshmem(cuda_major: int) -> Nvshmem | str:
     """NVSHMEM by NVSHMEM_DIR, third-party/nvshmem, installed wheel; or the reason why there is none."""
-    if "NVSHMEM_DIR" in os.environ:
+    if os.environ.get("NVSHMEM_DIR"):
         return inspect_nvshmem(Path(os.environ["NVSHMEM_DIR"]), "NVSHMEM_DIR")
     linked = ROOT / "third-party" / "nvshmem"
     if linked.exists():

@@ -11,10 +11,13 @@ fail() {
 
 command -v "$python" >/dev/null || fail "$python not found. Install Python 3.9 or newer, or set PYTHON."
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' || fail "$python is older than 3.9."
-command -v "${CXX:-g++}" >/dev/null || fail "${CXX:-g++} not found. Install g++ 12 or newer, or set CXX."
-if "${CXX:-g++}" --version | head -n 1 | grep -qi 'g++\|gcc'; then
-    major=$("${CXX:-g++}" -dumpversion | cut -d. -f1)
-    ((major >= 12)) || fail "${CXX:-g++} is version $major; 12 or newer is needed. Set CXX to a newer one."
+# As setup.py does: it may have a launcher before it, such as ccache.
+read -ra compiler <<<"${CXX:-}"
+((${#compiler[@]})) || compiler=(g++)
+command -v "${compiler[0]}" >/dev/null || fail "${compiler[0]} not found. Install g++ 12 or newer, or set CXX."
+if "${compiler[@]}" --version | head -n 1 | grep -qi 'g++\|gcc'; then
+    major=$("${compiler[@]}" -dumpversion | cut -d. -f1)
+    ((major >= 12)) || fail "${compiler[*]} is version $major; 12 or newer is needed. Set CXX to a newer one."
 fi
 
 missing=()

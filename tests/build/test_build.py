@@ -76,6 +76,13 @@ class TestNvshmem:
         monkeypatch.setenv("NVSHMEM_DIR", str(make_prefix(tmp_path / "mine")))
         assert build.find_nvshmem(cuda_major=13).origin == "NVSHMEM_DIR"
 
+    def test_an_empty_variable_is_none(
+        self, build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_prefix(tmp_path / "third-party" / "nvshmem")
+        monkeypatch.setenv("NVSHMEM_DIR", "")
+        assert build.find_nvshmem(cuda_major=13).origin == "third-party/nvshmem"
+
     def test_a_wheel_of_another_cuda_is_not_taken(self, build: ModuleType, tmp_path: Path) -> None:
         make_prefix(tmp_path / "site" / "nvidia" / "nvshmem")
         (tmp_path / "site" / "nvidia_nvshmem_cu12-3.8.0.dist-info").mkdir()
@@ -92,11 +99,24 @@ def test_cuda_asked_for_without_nvcc_is_an_error(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
-    monkeypatch.setenv("DEEP_EP_CUDA", "auto")
-    assert build.cuda_modules() == []
+    for automatic in ("auto", ""):
+        monkeypatch.setenv("DEEP_EP_CUDA", automatic)
+        assert build.cuda_modules() == []
     monkeypatch.setenv("DEEP_EP_CUDA", "1")
     with pytest.raises(SetupError, match="nvcc is neither in CUDA_HOME nor on PATH"):
         build.cuda_modules()
+
+
+@pytest.mark.parametrize("words", [[], ["env", "g++"]])
+def test_the_compiler_may_be_none_or_have_a_launcher(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("CXX", " ".join(words))
+    assert build.host_module().link == [*(words or ["g++"]), "-shared", "-pthread"]
+    checks = [ROOT / "tools" / "prerequisites.sh", sys.executable]
+    # What it says otherwise is of the machine.
+    said = subprocess.run(checks, check=False, capture_output=True, text=True).stderr
+    assert "not found" not in said
 
 
 LOG = """ptxas info    : Compiling entry function '_Z4copyPf' for 'sm_90a'
@@ -166,6 +186,7 @@ def test_help_names_every_target_that_says_what_it_does() -> None:
 def test_whoever_asks_for_cuda_gets_it(tmp_path: Path) -> None:
     assert all(call.startswith("1 ") for call in made("demo", tmp_path / "demo", DEEP_EP_CUDA="1"))
     assert all(call.startswith("auto ") for call in made("install", tmp_path / "install"))
+    assert all(call.startswith("0 ") for call in made("demo", tmp_path / "empty", DEEP_EP_CUDA=""))
 
 
 def test_ci_runs_what_make_test_leaves_out(tmp_path: Path) -> None:
