@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deep_ep.ops import local_rows
@@ -101,6 +101,7 @@ def test_rows_are_copied_to_their_slots(
     num_biases=st.integers(0, 2),
     seed=st.integers(0, 2**20),
 )
+@example(width=8, num_sums=20, num_rows=30, share=1.0, hidden=256, num_biases=1, seed=0)
 def test_rows_are_added_up_in_their_order(
     run: Run,
     width: int,
