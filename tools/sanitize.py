@@ -104,7 +104,7 @@ def runtime_sources(test: Path) -> list[Path]:
 
 def ninja_text(selected: list[Program]) -> str:
     """Objects per sanitizer, shared by all programs but where a define of a variant matters."""
-    compiler = os.environ.get("CXX", "g++")
+    compiler = os.environ.get("CXX") or "g++"
     # The instruction set of setup.py, so that the same code is tested.
     default = "x86-64-v3" if platform.machine() == "x86_64" else ""
     arch = os.environ.get("DEEP_EP_CPU_ARCH", default)

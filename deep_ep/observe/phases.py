@@ -1,13 +1,13 @@
 """Phases: into what the time of one rank goes, operation by operation, for `Buffer.phases` and the log.
 
-The kernels stamp the steps of each operation (stamps.py), and `deep_ep.moe` those of the program around it (parts.py).
+The kernels stamp the steps of each operation (stamps.py), and `deep_ep.moe` and `ElasticBuffer` those around it (parts.py).
 This module turns the stamps of one rank into phases; it needs nothing from other ranks. The phases of an operation
 fill the time from the end of the operation before to its own end, without gap or overlap:
 
     between   the program: experts, attention, everything that is nothing of the following
     layout    before a normal dispatch: it is counted where tokens go
-    permute   `deep_ep.moe`: received rows are put in the order of experts
-    unpermute `deep_ep.moe`: rows by expert are summed up for their way back; also the gradients of that
+    permute   received rows are put in the order of experts
+    unpermute rows by expert are summed up for their way back; also the gradients of that
     notify    in a fresh normal dispatch: counts are exchanged, without the waiting for others
     host      there: the host reads the counts and launches the rest
     send      until the last row of this rank is handed over

@@ -1,4 +1,4 @@
-"""Files with names that anybody can guess: opened under their own name, never through a planted link."""
+"""Files that users name: written under their own name, never through a planted link, and read more than once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ _FLAGS = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MODE = 0o666
 # Everybody may write there, and links of others lie about: /tmp.
 _SHARED = stat.S_ISVTX | stat.S_IWOTH
+
+
+def require_regular(path: Path) -> None:
+    """Refuses a pipe and its like, of which a second look sees no beginning; what is not there is no matter.
+
+    Raises:
+        EPArgumentError: it is one.
+    """
+    if path.exists() and not path.is_file():
+        raise EPArgumentError(
+            f"{path} is no regular file, and it is read more than once. Write what it says into a file first."
+        )
 
 
 def create(path: Path | str) -> BinaryIO:

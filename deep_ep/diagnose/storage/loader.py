@@ -21,6 +21,7 @@ from ..analyze.waits_only.lasting import MOST_WINDOWS
 from ..collect.group_matrices import gather
 from ..collect.snapshot import Snapshot
 from ..collect.snapshot_checks import latest_operation
+from ..core import safe_files
 from ..core.diagnosis import FloatArray
 from ..core.package import EPArgumentError, printable, ranks_text
 from . import counter_archive, diagnosis_log, foreign, record_layout
@@ -64,10 +65,7 @@ def read_any(path: Path | str) -> Log:
         raise EPArgumentError(f"{path}: there is no such file or folder; expected {_EXPECTED}.")
     if path.is_dir():
         return _read_folder(path)
-    if not path.is_file():
-        raise EPArgumentError(
-            f"{path} is no regular file, and it is read more than once. Write what it says into a file first."
-        )
+    safe_files.require_regular(path)
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith((_ARCHIVE, _ARRAY)):

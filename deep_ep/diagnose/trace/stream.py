@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..core import safe_files
 from ..core.package import EPArgumentError
 
 _CHUNK = 1 << 20  # characters
@@ -42,10 +43,7 @@ class TraceStream:
             EPArgumentError: the trace is damaged, with the character; or it is a pipe, which can be read only once.
             OSError: the file cannot be read.
         """
-        if self.path.exists() and not self.path.is_file():
-            raise EPArgumentError(
-                f"{self.path} is no regular file, and it is read more than once. Write what it says into a file first."
-            )
+        safe_files.require_regular(self.path)
         with open(self.path, "rb") as file:
             is_packed = file.read(len(_GZIP)) == _GZIP
         with (gzip.open if is_packed else open)(self.path, "rt", encoding="utf-8") as self._file:
