@@ -116,11 +116,14 @@ def assert_says(found: Run, injected: str) -> None:
     assert found.diagnosis.keys == expected, found.diagnosis.verdicts
 
 
-def assert_saves(found: Run, healthy: Run) -> None:
-    """What is said to be gained without all causes is what the run without them gains."""
-    true_us = found.period_us - healthy.period_us
+def assert_saves(found: Run, healthy: Run, fault_us: float) -> None:
+    """Savings without all causes are at least the fault and at most what the two runs differ by.
+
+    A machine that takes time from all ranks at once makes the runs differ by more than the fault.
+    """
+    most_us = max(fault_us, found.period_us - healthy.period_us)
     for kind in KINDS:
-        assert found.diagnosis.savings_us[kind] == pytest.approx(true_us, rel=0.1)
+        assert 0.9 * fault_us < found.diagnosis.savings_us[kind] < 1.1 * most_us
 
 
 @BOTH_MODES
@@ -136,7 +139,7 @@ def test_a_late_rank_darkens_its_own_column_and_no_other(num_ranks: int, mode: M
             assert_dark(getattr(measured, what), fault_us, lambda _, s: s == late, f"{kind} {what}")
         assert_dark(measured.path_us, fault_us, lambda *_: False, f"{kind} path_us")
     assert_says(found, injected)
-    assert_saves(found, run(num_ranks, mode))
+    assert_saves(found, run(num_ranks, mode), fault_us)
 
 
 @BOTH_MODES
@@ -156,22 +159,26 @@ def test_a_slow_path_darkens_its_cell_and_no_other(mode: Mode) -> None:
     late_us = first.late_us + second.late_us
     assert_dark(late_us, fault_us, lambda r, s: s == receiver, "late_us")
     assert_says(found, injected)
-    assert_saves(found, run(num_ranks, mode))
+    # A path holds up one operation of two, whose receiver is then late in the other.
+    assert_saves(found, run(num_ranks, mode), fault_us / 2)
 
 
+# `fault_us` is what both delay an operation by: the shorter fault passes behind the longer one.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("num_ranks", "mode", "injected"),
+    ("num_ranks", "mode", "injected", "fault_us"),
     [
-        (4, HOOKS, "slow-rank=1:100ms slow-path=2>3:60ms"),
-        (8, FUSED, "slow-rank=3:80ms slow-rank=6:80ms"),
+        (4, HOOKS, "slow-rank=1:100ms slow-path=2>3:60ms", 100e3),
+        (8, FUSED, "slow-rank=3:80ms slow-rank=6:80ms", 80e3),
     ],
 )
 @measured_again
-def test_two_faults_at_once_are_both_named(num_ranks: int, mode: Mode, injected: str) -> None:
+def test_two_faults_at_once_are_both_named(
+    num_ranks: int, mode: Mode, injected: str, fault_us: float
+) -> None:
     found = run(num_ranks, mode, injected)
     assert_says(found, injected)
-    assert_saves(found, run(num_ranks, mode))
+    assert_saves(found, run(num_ranks, mode), fault_us)
 
 
 @BOTH_MODES
